@@ -191,21 +191,29 @@ impl FactorsAhead {
 }
 
 /// Rounds in which a block's threads pass over the chunks of `rows` rows of `columns` columns.
-const fn rounds(rows: usize, columns: usize) -> usize {
+pub const fn rounds(rows: usize, columns: usize) -> usize {
     (rows * columns / CHUNK).div_ceil(THREADS)
 }
 
 /// A thread's chunk of a round.
 #[derive(CubeType)]
-struct Own {
-    row: usize,
-    chunk: usize,
-    exists: bool,
+pub struct Own {
+    /// The row.
+    pub row: usize,
+    /// Its place in the row.
+    pub chunk: usize,
+    /// Whether there is one.
+    pub exists: bool,
 }
 
 #[cube]
 impl Own {
-    fn new(#[comptime] round: usize, #[comptime] rows: usize, #[comptime] columns: usize) -> Own {
+    /// Of `rows` rows of `columns` columns.
+    pub fn new(
+        #[comptime] round: usize,
+        #[comptime] rows: usize,
+        #[comptime] columns: usize,
+    ) -> Own {
         let index = UNIT_POS as usize + comptime!(round * THREADS);
         let count = comptime!(rows * columns / CHUNK);
         Own {

@@ -16,6 +16,7 @@
 // Device code has no `div_ceil` or `is_multiple_of`, and what is decided at compile time has an `if` of its own.
 #![allow(clippy::manual_div_ceil, clippy::manual_is_multiple_of, clippy::collapsible_if)]
 
+pub mod diagonal;
 mod gradients;
 mod memory;
 mod output;

@@ -122,7 +122,7 @@ pub struct WarpTile {
     /// Its number among those below one another.
     pub down: usize,
     /// Its first column.
-    column: usize,
+    pub column: usize,
 }
 
 #[cube]

@@ -1,0 +1,744 @@
+//! Products of readers and writers of a chunk, where each channel decays at its own rate.
+//!
+//! A decay from a writer s to a reader t is split at a token between them, so that both factors are at most 1: at each
+//! level the chunk is cut into blocks of `2·half` tokens, in which the later half reads what the earlier half has
+//! written, and the factors are decays to the last writer and from it. Six levels, 32 to 1, cover all pairs with
+//! s < t.
+
+use cubecl::prelude::*;
+
+use super::super::memory::{ChunkOf, Own, rounds};
+use super::super::product::{Matrix, WarpTile, pair, read_pair, write_pair};
+use super::super::sums::LEAST;
+use super::super::{CHUNK_TOKENS, THREADS};
+use super::DiagonalConfig;
+use crate::tile::product::{Place, quads};
+use crate::tile::{Accumulator, Bf16Pair, CHUNK, Chunk, LOG2_E, Pair, exp2, half, keep_loop, zeros};
+use burn::tensor::bf16;
+use cubecl::cmma::{MatrixIdent, MmaDefinition};
+
+/// Tokens of a block of `mma.sync`.
+const BLOCK: usize = 16;
+
+/// Elements of a row of sums.
+pub const fn row_of_sums(head_dim: usize) -> usize {
+    head_dim + 4
+}
+
+/// Elements of the sums of a chunk: a row of zeros, then one per token.
+pub const fn sums_len(head_dim: usize) -> usize {
+    (CHUNK_TOKENS + 1) * row_of_sums(head_dim)
+}
+
+/// Parts of a chunk's tokens whose sums are formed side by side.
+pub const fn segments(head_dim: usize) -> usize {
+    let mut segments = CHUNK_TOKENS;
+    while segments * head_dim > THREADS {
+        segments /= 2;
+    }
+    segments
+}
+
+/// Sums the log decays from the chunk's start, base 2: row t + 1 holds P_t, row 0 zeros. Tokens past the last do not
+/// decay. Synchronises before it returns.
+#[cube]
+pub fn load_sums(
+    sums: &mut SharedMemory<f32>,
+    log_decay: &Array<f32>,
+    of: &ChunkOf,
+    #[comptime] d: usize,
+) {
+    let segments = comptime!(segments(d));
+    let (tokens, row) = comptime!((CHUNK_TOKENS / segments, row_of_sums(d)));
+    let (channel, segment) = (UNIT_POS as usize % d, UNIT_POS as usize / d);
+    let exists = segment < segments;
+    let first = segment * tokens;
+    if exists {
+        let mut sum = 0f32;
+        if segment == 0 {
+            sums[channel] = 0f32;
+        }
+        #[unroll]
+        for t in 0..tokens {
+            let token = first + t;
+            let mut step = 0f32;
+            if token < of.count {
+                let at = (of.token + token) * d + channel;
+                step = max(log_decay[at], f32::cast_from(LEAST)) * LOG2_E;
+            }
+            sum += step;
+            sums[(token + 1) * row + channel] = sum;
+        }
+    }
+    sync_cube();
+    let mut before = 0f32;
+    if exists {
+        for s in 0..segment {
+            before += sums[(s + 1) * comptime!(tokens * row) + channel];
+        }
+    }
+    sync_cube();
+    if exists {
+        #[unroll]
+        for t in 0..tokens {
+            sums[(first + t + 1) * row + channel] += before;
+        }
+    }
+    sync_cube();
+}
+
+/// Reads β of a chunk's tokens; 1 where nothing is weighted. The block must synchronise afterwards.
+#[cube]
+pub fn load_weights(
+    weights: &mut SharedMemory<f32>,
+    beta: &Array<f32>,
+    of: &ChunkOf,
+    #[comptime] config: DiagonalConfig,
+) {
+    let token = UNIT_POS as usize;
+    if token < CHUNK_TOKENS {
+        let mut weight = f32::cast_from(1f32);
+        if comptime!(config.is_weighted()) {
+            weight = 0f32;
+            if token < of.count {
+                weight = beta[of.token + token];
+            }
+        }
+        weights[token] = weight;
+    }
+}
+
+/// Eight channels of the decay between two rows of sums: 2^(P_to − P_from), times a weight.
+#[cube]
+fn factors(
+    sums: &SharedMemory<f32>,
+    to: usize,
+    from: usize,
+    chunk: usize,
+    #[comptime] d: usize,
+) -> Array<f32> {
+    let row = comptime!(row_of_sums(d) / 4);
+    let quads = quads(sums);
+    let mut factors = Array::<f32>::new(CHUNK);
+    #[unroll]
+    for q in 0..2usize {
+        let (later, earlier) = (quads[to * row + chunk * 2 + q], quads[from * row + chunk * 2 + q]);
+        #[unroll]
+        for i in 0..4usize {
+            factors[comptime!(4 * q + i)] = exp2(min(later[i] - earlier[i], 0f32));
+        }
+    }
+    factors
+}
+
+/// Eight channels times their factors and a weight, rounded.
+#[cube]
+fn scaled(value: Chunk, factors: &Array<f32>, weight: f32) -> Chunk {
+    let mut scaled = Chunk::cast_from(0f32);
+    #[unroll]
+    for i in 0..CHUNK {
+        scaled[i] = bf16::cast_from(f32::cast_from(value[i]) * (factors[i] * weight));
+    }
+    scaled
+}
+
+/// Multiplies the rows of a matrix by their decays between two rows of sums, and by weights: from the chunk's start to
+/// the token, before its own decay if `before`, or from the token to the chunk's end.
+#[cube]
+pub fn scale_rows_by(
+    arena: &mut SharedMemory<Chunk>,
+    sums: &SharedMemory<f32>,
+    weights: &SharedMemory<f32>,
+    #[comptime] since_start: bool,
+    #[comptime] before: bool,
+    #[comptime] weighted: bool,
+    #[comptime] from: Matrix,
+    #[comptime] to: Matrix,
+    #[comptime] d: usize,
+) {
+    #[unroll]
+    for round in 0..comptime!(rounds(CHUNK_TOKENS, d)) {
+        let at = Own::new(round, CHUNK_TOKENS, d);
+        if at.exists {
+            let mut own = at.row + 1;
+            if comptime!(before) {
+                own = at.row;
+            }
+            let mut later = own;
+            let mut earlier = usize::cast_from(0u32);
+            if comptime!(!since_start) {
+                later = CHUNK_TOKENS.runtime();
+                earlier = own;
+            }
+            let mut weight = f32::cast_from(1f32);
+            if comptime!(weighted) {
+                weight = weights[at.row];
+            }
+            let factors = factors(sums, later, earlier, at.chunk, d);
+            let value = arena[from.at + at.row * from.row + at.chunk];
+            arena[to.at + at.row * to.row + at.chunk] = scaled(value, &factors, weight);
+        }
+    }
+}
+
+/// Where the vectors of a chunk lie, and where a level's go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Operands {
+    /// The readers.
+    pub reader: Matrix,
+    /// What corrections write, or the keys of an additive update.
+    pub correction: Matrix,
+    /// The keys of values beside corrections.
+    pub key: Matrix,
+    /// Of a level: the readers of its later halves and the corrections of its earlier halves.
+    pub x: Matrix,
+    /// Of a level: keys.
+    pub y: Matrix,
+    /// Whether readers read before the decay of their own token.
+    pub before: bool,
+}
+
+/// Writes a level's vectors, decayed.
+#[cube]
+fn scale_level(
+    arena: &mut SharedMemory<Chunk>,
+    sums: &SharedMemory<f32>,
+    weights: &SharedMemory<f32>,
+    half: usize,
+    #[comptime] o: Operands,
+    #[comptime] config: DiagonalConfig,
+) {
+    let d = comptime!(config.head_dim);
+    #[unroll]
+    for round in 0..comptime!(rounds(CHUNK_TOKENS, d)) {
+        let at = Own::new(round, CHUNK_TOKENS, d);
+        if at.exists {
+            let reads = at.row / half % 2 == 1;
+            let last_writer = at.row / (2 * half) * (2 * half) + half;
+            let mut own = at.row + 1;
+            if comptime!(o.before) {
+                own = select(reads, at.row, own);
+            }
+            let (later, earlier) = (select(reads, own, last_writer), select(reads, last_writer, own));
+            let factors = factors(sums, later, earlier, at.chunk, d);
+            let mut weight = f32::cast_from(1f32);
+            if comptime!(config.is_weighted()) {
+                weight = select(reads, 1f32, weights[at.row]);
+            }
+            let from = select(reads, comptime!(o.reader.at).runtime(), comptime!(o.correction.at).runtime());
+            let value = arena[from + at.row * o.x.row + at.chunk];
+            arena[o.x.at + at.row * o.x.row + at.chunk] = scaled(value, &factors, weight);
+            if comptime!(config.writers() == 2) {
+                let value = arena[o.key.at + at.row * o.key.row + at.chunk];
+                arena[o.y.at + at.row * o.y.row + at.chunk] = scaled(value, &factors, f32::cast_from(1f32));
+            }
+        }
+    }
+}
+
+/// A warp's blocks of the scores of readers with one kind of writers: 16 × 16 each.
+#[derive(CubeType)]
+pub struct Scores {
+    /// Between the halves of the chunk.
+    far: Accumulator,
+    /// Between the halves of a half.
+    middle: Accumulator,
+    /// On the diagonal.
+    near: Accumulator,
+}
+
+/// Where scores go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Target {
+    /// To the arena of numbers in f32.
+    Exact(Place),
+    /// To the arena of vectors, rounded.
+    Rounded(Matrix),
+}
+
+/// The warp's block of 16 tokens, and the kind of writers: 0 for corrections, 1 for keys.
+#[cube]
+fn block_and_writer() -> (usize, usize) {
+    let warp = UNIT_POS as usize / 32;
+    (warp % 4, warp / 4)
+}
+
+/// Whether `s` writes and `t` reads at the level of `half`, in one block.
+#[cube]
+fn meet(t: usize, s: usize, half: usize) -> bool {
+    let same = t / (2 * half) == s / (2 * half);
+    same && (t / half % 2 == 1) && (s / half % 2 == 0)
+}
+
+/// Adds the products of 16 rows of A with 16 rows of another matrix of the same width.
+#[cube]
+fn add_block(
+    arena: &SharedMemory<Chunk>,
+    acc: &mut Accumulator,
+    a_row: usize,
+    b_at: usize,
+    b_row: usize,
+    #[comptime] a: Matrix,
+    #[comptime] d: usize,
+) {
+    let def = MmaDefinition::<bf16, bf16, f32>::new(16usize, 8usize, 16usize);
+    let lane = UNIT_POS_PLANE as usize;
+    let (eight, within, second) = (lane / 8 % 2, lane % 8, lane / 16);
+    for step in 0..comptime!(d / BLOCK) {
+        let at = a.at + (a_row + lane % 16) * a.row + step * 2 + second;
+        let slice = arena.slice(at, at + 1);
+        let left = def.load_matrix::<_, Const<2>>(&slice, MatrixIdent::A, 4usize, false);
+        let at = b_at + (b_row + second * 8 + within) * a.row + step * 2 + eight;
+        let slice = arena.slice(at, at + 1);
+        let four = def.load_matrix::<_, Const<2>>(&slice, MatrixIdent::B, 4usize, false);
+        #[unroll]
+        for h in 0..2usize {
+            def.execute_inplace(&left, &half(&four, h), acc.index_mut(h));
+        }
+    }
+}
+
+/// The scores of the readers with all writers before them: Σ_n reader_t writer_s decay_n(s → t), where corrections
+/// count times their weights. With `own` a reader also reads what its own token writes. Synchronises before it
+/// returns.
+#[cube]
+pub fn scores(
+    arena: &mut SharedMemory<Chunk>,
+    sums: &SharedMemory<f32>,
+    weights: &SharedMemory<f32>,
+    #[comptime] own: bool,
+    #[comptime] o: Operands,
+    #[comptime] config: DiagonalConfig,
+) -> Scores {
+    let d = comptime!(config.head_dim);
+    let (block, writer) = block_and_writer();
+    let exists = writer < comptime!(config.writers());
+    let writer_at = select(writer == 0, comptime!(o.x.at).runtime(), comptime!(o.y.at).runtime());
+    let mut scores = Scores { far: zeros(2usize), middle: zeros(2usize), near: zeros(2usize) };
+
+    scale_level(arena, sums, weights, usize::cast_from(32u32), o, config);
+    sync_cube();
+    if exists {
+        let (row, column) = (32 + block / 2 * BLOCK, block % 2 * BLOCK);
+        add_block(arena, &mut scores.far, row, writer_at, column, o.x, d);
+    }
+    sync_cube();
+    scale_level(arena, sums, weights, usize::cast_from(16u32), o, config);
+    sync_cube();
+    if exists && block < 2 {
+        let column = block * 32;
+        add_block(arena, &mut scores.middle, column + BLOCK, writer_at, column, o.x, d);
+    }
+    sync_cube();
+
+    let first = block * BLOCK;
+    if comptime!(own) {
+        let at = select(
+            writer == 0,
+            comptime!(o.correction.at).runtime(),
+            comptime!(o.key.at).runtime(),
+        );
+        if exists {
+            let mut products = zeros(2usize);
+            add_block(arena, &mut products, first, at, first, o.reader, d);
+            add_where(&mut scores.near, &products, weights, writer, usize::cast_from(0u32), config);
+        }
+    }
+    let mut half = usize::cast_from(8u32);
+    keep_loop();
+    for _ in 0..4usize {
+        scale_level(arena, sums, weights, half, o, config);
+        sync_cube();
+        if exists {
+            let mut products = zeros(2usize);
+            add_block(arena, &mut products, first, writer_at, first, o.x, d);
+            add_where(&mut scores.near, &products, weights, writer, half, config);
+        }
+        sync_cube();
+        half /= 2;
+    }
+    scores
+}
+
+/// Adds the products of readers with writers that meet at a level, or, for `half` = 0, of tokens with themselves.
+#[cube]
+fn add_where(
+    near: &mut Accumulator,
+    products: &Accumulator,
+    weights: &SharedMemory<f32>,
+    writer: usize,
+    half: usize,
+    #[comptime] config: DiagonalConfig,
+) {
+    let (block, _) = block_and_writer();
+    let lane = UNIT_POS_PLANE as usize;
+    #[unroll]
+    for f in 0..2usize {
+        let (sum, product) = (near.index_mut(f), products.index(f));
+        #[unroll]
+        for r in 0..2usize {
+            let t = lane / 4 + 8 * r;
+            let mut value = product[r];
+            #[unroll]
+            for c in 0..2usize {
+                let s = 8 * f + lane % 4 * 2 + c;
+                let mut counts = s == t;
+                let mut weight = f32::cast_from(1f32);
+                if half > 0 {
+                    counts = meet(t, s, max(half, usize::cast_from(1u32)));
+                } else if comptime!(config.is_weighted()) {
+                    weight = select(writer == 0, weights[block * BLOCK + s], 1f32);
+                }
+                value[c] = select(counts, value[c] * weight, 0f32);
+            }
+            sum[r] = sum[r] + value;
+        }
+    }
+}
+
+/// Writes the scores with one kind of writers as a matrix, with zeros above its diagonal.
+#[cube]
+pub fn store_scores(
+    arena: &mut SharedMemory<Chunk>,
+    numbers: &mut SharedMemory<f32>,
+    scores: &Scores,
+    #[comptime] of_writer: usize,
+    #[comptime] to: Target,
+) {
+    let (block, writer) = block_and_writer();
+    if writer == of_writer {
+        let nothing = zeros(2usize);
+        let (row, column) = (32 + block / 2 * BLOCK, block % 2 * BLOCK);
+        store_block(arena, numbers, &scores.far, row, column, to);
+        store_block(arena, numbers, &nothing, column, row, to);
+        if block < 2 {
+            let column = block * 32;
+            store_block(arena, numbers, &scores.middle, column + BLOCK, column, to);
+            store_block(arena, numbers, &nothing, column, column + BLOCK, to);
+        }
+        store_block(arena, numbers, &scores.near, block * BLOCK, block * BLOCK, to);
+    }
+}
+
+#[cube]
+fn store_block(
+    arena: &mut SharedMemory<Chunk>,
+    numbers: &mut SharedMemory<f32>,
+    block: &Accumulator,
+    row: usize,
+    column: usize,
+    #[comptime] to: Target,
+) {
+    let lane = UNIT_POS_PLANE as usize;
+    #[unroll]
+    for r in 0..2usize {
+        let row = row + lane / 4 + 8 * r;
+        #[unroll]
+        for f in 0..2usize {
+            let column = column + 8 * f + lane % 4 * 2;
+            let value = block.index(f)[r];
+            match comptime!(to) {
+                Target::Exact(place) => {
+                    let at = place.at + row * place.row + column;
+                    numbers[at] = value[0];
+                    numbers[at + 1] = value[1];
+                }
+                Target::Rounded(matrix) => write_pair(arena, value, row, column, matrix),
+            }
+        }
+    }
+}
+
+/// The gradients of a chunk's readers and writers: results of 64 tokens of head_dim channels.
+#[derive(CubeType)]
+pub struct Near {
+    /// Of the readers.
+    pub reader: Accumulator,
+    /// Of the corrections, times their weights.
+    pub correction: Accumulator,
+    /// Of the keys.
+    pub key: Accumulator,
+    /// What the readers contribute to the gradients of their sums of log decays.
+    pub of_reader: Accumulator,
+    /// What the writers contribute to those of theirs.
+    pub of_writer: Accumulator,
+}
+
+/// Adds the gradients that reach vectors by the scores, whose gradients `d_scores`, with corrections and with keys, are 0
+/// wherever there is no score. Synchronises before it returns.
+#[cube]
+pub fn add_near(
+    arena: &mut SharedMemory<Chunk>,
+    sums: &SharedMemory<f32>,
+    weights: &SharedMemory<f32>,
+    near: &mut Near,
+    tile: &WarpTile,
+    #[comptime] own: bool,
+    #[comptime] d_scores: [Matrix; 2],
+    #[comptime] o: Operands,
+    #[comptime] config: DiagonalConfig,
+) {
+    if comptime!(own) {
+        if tile.exists {
+            add_own(arena, weights, near, tile, d_scores, o, config);
+        }
+    }
+    let mut half = usize::cast_from(32u32);
+    keep_loop();
+    for _ in 0..6usize {
+        scale_level(arena, sums, weights, half, o, config);
+        sync_cube();
+        if tile.exists {
+            let first = tile.down * BLOCK;
+            let start = first / (2 * half) * (2 * half);
+            let far = half >= BLOCK;
+            let reads = first / half % 2 == 1;
+            // Blocks of whole tokens that read or write; below, each block does both.
+            let steps = select(far, half / BLOCK, usize::cast_from(1u32));
+            if reads || !far {
+                let from = select(far, start, first);
+                let mut acc = zeros(comptime!(config.fragments()));
+                add_reads(arena, &mut acc, tile, first, from, steps, half, d_scores[0], o.x, config);
+                if comptime!(config.writers() == 2) {
+                    add_reads(arena, &mut acc, tile, first, from, steps, half, d_scores[1], o.y, config);
+                }
+                add_of_level(arena, sums, &mut near.reader, &mut near.of_reader, &acc, tile, half, true, o.x, o, config);
+            }
+            if !reads || !far {
+                let from = select(far, start + half, first);
+                let mut acc = zeros(comptime!(config.fragments()));
+                add_writes(arena, &mut acc, tile, first, from, steps, half, d_scores[0], o.x, config);
+                add_of_level(arena, sums, &mut near.correction, &mut near.of_writer, &acc, tile, half, false, o.x, o, config);
+                if comptime!(config.writers() == 2) {
+                    let mut acc = zeros(comptime!(config.fragments()));
+                    add_writes(arena, &mut acc, tile, first, from, steps, half, d_scores[1], o.x, config);
+                    add_of_level(arena, sums, &mut near.key, &mut near.of_writer, &acc, tile, half, false, o.y, o, config);
+                }
+            }
+        }
+        sync_cube();
+        half /= 2;
+    }
+}
+
+/// The products of tokens with themselves.
+#[cube]
+fn add_own(
+    arena: &SharedMemory<Chunk>,
+    weights: &SharedMemory<f32>,
+    near: &mut Near,
+    tile: &WarpTile,
+    #[comptime] d_scores: [Matrix; 2],
+    #[comptime] o: Operands,
+    #[comptime] config: DiagonalConfig,
+) {
+    #[unroll]
+    for r in 0..2usize {
+        let t = tile.row(r);
+        let even = t / 2 * 2;
+        let both = read_pair(arena, t, even, d_scores[0]);
+        let gradient = Pair::cast_from(select(t == even, both[0], both[1]));
+        let weighted = gradient * Pair::cast_from(weights[t]);
+        #[unroll]
+        for f in 0..comptime!(config.fragments()) {
+            let column = tile.column(f);
+            let reader = read_pair(arena, t, column, o.reader);
+            let correction = read_pair(arena, t, column, o.correction);
+            let d_reader = near.reader.index_mut(f);
+            d_reader[r] = d_reader[r] + weighted * correction;
+            let d_correction = near.correction.index_mut(f);
+            d_correction[r] = d_correction[r] + gradient * reader;
+        }
+        if comptime!(config.writers() == 2) {
+            let both = read_pair(arena, t, even, d_scores[1]);
+            let gradient = Pair::cast_from(select(t == even, both[0], both[1]));
+            #[unroll]
+            for f in 0..comptime!(config.fragments()) {
+                let column = tile.column(f);
+                let reader = read_pair(arena, t, column, o.reader);
+                let key = read_pair(arena, t, column, o.key);
+                let d_reader = near.reader.index_mut(f);
+                d_reader[r] = d_reader[r] + gradient * key;
+                let d_key = near.key.index_mut(f);
+                d_key[r] = d_key[r] + gradient * reader;
+            }
+        }
+    }
+}
+
+/// Adds what a level has: the decayed gradients to those of the vectors, and their products with the vectors, as decayed
+/// and rounded, to those of the sums. So what a pair adds to its reader's sum is what it takes from its writer's.
+#[cube]
+fn add_of_level(
+    arena: &SharedMemory<Chunk>,
+    sums: &SharedMemory<f32>,
+    vectors: &mut Accumulator,
+    of_sums: &mut Accumulator,
+    acc: &Accumulator,
+    tile: &WarpTile,
+    half: usize,
+    #[comptime] reads: bool,
+    #[comptime] from: Matrix,
+    #[comptime] o: Operands,
+    #[comptime] config: DiagonalConfig,
+) {
+    let row_len = comptime!(row_of_sums(config.head_dim));
+    #[unroll]
+    for r in 0..2usize {
+        let row = tile.row(r);
+        let last_writer = row / (2 * half) * (2 * half) + half;
+        let mut own = row + 1;
+        if comptime!(o.before && reads) {
+            own = row;
+        }
+        #[unroll]
+        for f in 0..comptime!(config.fragments()) {
+            let column = tile.column(f);
+            let value = acc.index(f)[r];
+            let (vector, of_sum) = (vectors.index_mut(f), of_sums.index_mut(f));
+            let mut factor = Pair::empty();
+            #[unroll]
+            for c in 0..2usize {
+                let (at, reference) = (sums[own * row_len + column + c], sums[last_writer * row_len + column + c]);
+                let mut exponent = at - reference;
+                if comptime!(!reads) {
+                    exponent = reference - at;
+                }
+                factor[c] = exp2(min(exponent, 0f32));
+            }
+            vector[r] = vector[r] + value * factor;
+            let product = value * read_pair(arena, row, column, from);
+            of_sum[r] = if comptime!(reads) { of_sum[r] + product } else { of_sum[r] - product };
+        }
+    }
+}
+
+/// Adds d_scores · writers, for the readers from `first` on and `steps`·16 writers from `from` on.
+#[cube]
+fn add_reads(
+    arena: &SharedMemory<Chunk>,
+    acc: &mut Accumulator,
+    tile: &WarpTile,
+    first: usize,
+    from: usize,
+    steps: usize,
+    half: usize,
+    #[comptime] d_scores: Matrix,
+    #[comptime] writers: Matrix,
+    #[comptime] config: DiagonalConfig,
+) {
+    let def = MmaDefinition::<bf16, bf16, f32>::new(16usize, 8usize, 16usize);
+    let lane = UNIT_POS_PLANE as usize;
+    for step in 0..steps {
+        let from = from + step * BLOCK;
+        let at = d_scores.at + (first + lane % 16) * d_scores.row + from / CHUNK + lane / 16;
+        let slice = arena.slice(at, at + 1);
+        let mut left = def.load_matrix::<_, Const<2>>(&slice, MatrixIdent::A, 4usize, false);
+        if half < BLOCK {
+            keep_meeting(&mut left, half, false);
+        }
+        add_with(arena, acc, &left, tile, from, writers, config);
+    }
+}
+
+/// Adds d_scoresᵀ · readers, for the writers from `first` on and `steps`·16 readers from `from` on.
+#[cube]
+fn add_writes(
+    arena: &SharedMemory<Chunk>,
+    acc: &mut Accumulator,
+    tile: &WarpTile,
+    first: usize,
+    from: usize,
+    steps: usize,
+    half: usize,
+    #[comptime] d_scores: Matrix,
+    #[comptime] readers: Matrix,
+    #[comptime] config: DiagonalConfig,
+) {
+    let def = MmaDefinition::<bf16, bf16, f32>::new(16usize, 8usize, 16usize);
+    let lane = UNIT_POS_PLANE as usize;
+    let (eight, within, second) = (lane / 8 % 2, lane % 8, lane / 16);
+    for step in 0..steps {
+        let from = from + step * BLOCK;
+        let at = d_scores.at + (from + second * 8 + within) * d_scores.row + first / CHUNK + eight;
+        let slice = arena.slice(at, at + 1);
+        let mut left = def.load_matrix::<_, Const<2>>(&slice, MatrixIdent::A, 4usize, true);
+        if half < BLOCK {
+            keep_meeting(&mut left, half, true);
+        }
+        add_with(arena, acc, &left, tile, from, readers, config);
+    }
+}
+
+/// Sets the elements of a block on the diagonal to 0 whose tokens do not meet at a level.
+#[cube]
+fn keep_meeting(left: &mut Array<Bf16Pair>, half: usize, #[comptime] transposed: bool) {
+    let lane = UNIT_POS_PLANE as usize;
+    #[unroll]
+    for i in 0..4usize {
+        let mut value = left[i];
+        #[unroll]
+        for c in 0..2usize {
+            let (row, column) = (lane / 4 + comptime!(i % 2 * 8), lane % 4 * 2 + comptime!(i / 2 * 8 + c));
+            let mut counts = meet(row, column, half);
+            if comptime!(transposed) {
+                counts = meet(column, row, half);
+            }
+            value[c] = select(counts, value[c], bf16::cast_from(0f32));
+        }
+        left[i] = value;
+    }
+}
+
+/// Adds the product of a fragment with the 16 rows of a matrix from `row` on.
+#[cube]
+fn add_with(
+    arena: &SharedMemory<Chunk>,
+    acc: &mut Accumulator,
+    left: &Array<Bf16Pair>,
+    tile: &WarpTile,
+    row: usize,
+    #[comptime] with: Matrix,
+    #[comptime] config: DiagonalConfig,
+) {
+    let def = MmaDefinition::<bf16, bf16, f32>::new(16usize, 8usize, 16usize);
+    let lane = UNIT_POS_PLANE as usize;
+    #[unroll]
+    for two in 0..comptime!(config.fragments() / 2) {
+        let column = tile.column + comptime!(two * BLOCK);
+        let at = with.at + (row + lane % 16) * with.row + column / CHUNK + lane / 16;
+        let slice = arena.slice(at, at + 1);
+        let four = def.load_matrix::<_, Const<2>>(&slice, MatrixIdent::B, 4usize, true);
+        #[unroll]
+        for h in 0..2usize {
+            def.execute_inplace(left, &half(&four, h), acc.index_mut(comptime!(two * 2 + h)));
+        }
+    }
+}
+
+/// The decays of the lane's elements between the chunk's start and their tokens, or from them to its end.
+#[cube]
+pub fn far_factor(
+    sums: &SharedMemory<f32>,
+    row: usize,
+    column: usize,
+    #[comptime] since_start: bool,
+    #[comptime] before: bool,
+    #[comptime] d: usize,
+) -> Pair {
+    let row_len = comptime!(row_of_sums(d));
+    let mut own = row + 1;
+    if comptime!(before) {
+        own = row;
+    }
+    let mut factor = pair(0f32, 0f32);
+    #[unroll]
+    for c in 0..2usize {
+        let mut exponent = sums[own * row_len + column + c];
+        if comptime!(!since_start) {
+            exponent = min(sums[comptime!(CHUNK_TOKENS * row_len) + column + c] - exponent, 0f32);
+        }
+        factor[c] = exp2(exponent);
+    }
+    factor
+}
