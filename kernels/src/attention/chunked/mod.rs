@@ -34,6 +34,7 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
 use self::gradients::GradientArraysLaunch;
+use self::diagonal::{Corrections, Diagonal};
 pub use self::memory::Update;
 use self::memory::{ChunkConfig, ChunkInputsLaunch, SizesLaunch};
 use self::output::OutputArraysLaunch;
@@ -72,22 +73,30 @@ pub fn saved_bytes(update: Update, head_dim: usize, value_dim: usize) -> f64 {
     sums + state + if update == Update::Delta { corrected } else { 0.0 }
 }
 
-/// An operation's forward pass on the core; `None` where the core does not serve its inputs, as of several log decays
-/// per token. See [`Chunked`] for the shapes.
+/// An operation's forward pass on the core: `inputs` are q, k, v and log decays, one per token or, without weights of an
+/// additive update, one per channel. `None` where the core does not serve them. See [`Chunked`] for the shapes.
 pub fn forward(
     update: Update,
     inputs: [&CudaTensor; 4],
     beta: Option<&CudaTensor>,
     needs: bool,
 ) -> Option<Forward<CudaTensor>> {
-    let [q, _, v, log_decay] = inputs.map(dims);
-    if !serves(inputs[0].dtype, q[3], v[2]) || log_decay[2] > 1 {
+    let [q, k, v, log_decay] = inputs;
+    if !serves(q.dtype, dims(q)[3], dims(v)[2]) {
         return None;
     }
-    let call = Chunked::new(update, inputs, beta);
-    let (output, saved) = call.forward();
+    let (output, saved) = match dims(log_decay)[2] {
+        1 => {
+            let (output, saved) = Chunked::new(update, inputs, beta).forward();
+            (output, saved.into_tensors())
+        }
+        _ => {
+            let [output, states] = diagonal([q, k, v, log_decay], beta, update)?.forward();
+            (output, vec![states])
+        }
+    };
     let saved = match needs {
-        true => inputs.into_iter().chain(beta).cloned().chain(saved.into_tensors()).collect(),
+        true => inputs.into_iter().chain(beta).cloned().chain(saved).collect(),
         false => vec![],
     };
     Some(Forward { output, saved })
@@ -95,12 +104,36 @@ pub fn forward(
 
 /// The gradients, from what [`forward`] saved.
 pub fn backward(update: Update, saved: &[CudaTensor], grad: &CudaTensor) -> Grads {
-    let (inputs, saved) = saved.split_at(saved.len() - Saved::tensors(update));
-    let [q, k, v, log_decay, beta @ ..] = inputs else {
-        unreachable!("the forward pass saves its inputs")
+    let [q, k, v, log_decay, ..] = saved else { unreachable!("the forward pass saves its inputs") };
+    let inputs = [q, k, v, log_decay];
+    if dims(log_decay)[2] == 1 {
+        let (before, saved) = saved.split_at(saved.len() - Saved::tensors(update));
+        let call = Chunked::new(update, inputs, before.get(4));
+        return call.backward(&Saved::from_tensors(saved), grad);
+    }
+    let (states, before) = saved.split_last().expect("the states are saved");
+    let call = diagonal(inputs, before.get(4), update).expect("the forward pass has run");
+    let Diagonal { q, k, v, log_decay, corrections } = call.backward(states, grad);
+    let beta = match corrections {
+        Corrections::Weights(beta) => Some(beta),
+        _ => None,
     };
-    let call = Chunked::new(update, [q, k, v, log_decay], beta.first());
-    call.backward(&Saved::from_tensors(saved), grad)
+    Grads { q, k, v, beta, log_decay }
+}
+
+/// The call for a decay per channel; `None` for an additive update with weights.
+fn diagonal(
+    [q, k, v, log_decay]: [&CudaTensor; 4],
+    beta: Option<&CudaTensor>,
+    update: Update,
+) -> Option<Diagonal> {
+    let corrections = match (update, beta) {
+        (Update::Additive, None) => Corrections::None,
+        (Update::Additive, Some(_)) => return None,
+        (Update::Delta, beta) => Corrections::Weights(beta?.clone()),
+    };
+    let [q, k, v, log_decay] = [q, k, v, log_decay].map(CudaTensor::clone);
+    Some(Diagonal { q, k, v, log_decay, corrections })
 }
 
 /// One call. A row is one kv head of one sequence; `group` query heads read its state.

@@ -37,10 +37,11 @@
 mod tests;
 
 use burn::tensor::activation::sigmoid;
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{DType, FloatDType, Tensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
+use super::chunked;
 use super::delta_rule::{DeltaInputs, DeltaRule};
 use super::recurrent::{
     State, by_head, decay_of_steps, step_size, validate_chunk, validate_value_dim,
@@ -51,6 +52,7 @@ use super::{
     ParameterSpec, ProjectionSpec, Variant, VariantSpec,
 };
 use crate::backend::OpBackend;
+use crate::device::DeviceKind;
 use crate::ops::rms_norm::rms_norm;
 
 /// Added to the mean square of an output.
@@ -108,8 +110,9 @@ impl Config {
         let [decay, beta, gate] = &projections[..] else { panic!("decay, beta and gate") };
         let [rate, bias, norm] = &parameters[..] else { panic!("three vectors") };
         let most = if self.negative_eigenvalues { 2.0 } else { 1.0 };
-        let beta = sigmoid(beta.clone()) * most;
-        let log_decay = decay_of_steps(step_size(decay.clone(), bias.clone()), rate.clone());
+        let [decay, beta] = [decay, beta].map(|x| x.clone().cast(FloatDType::F32));
+        let beta = sigmoid(beta) * most;
+        let log_decay = decay_of_steps(step_size(decay, bias.clone()), rate.clone());
         let y = rule(DeltaInputs::new(shape, [q, k, v], beta, log_decay, documents));
         rms_norm(y, norm.clone(), EPS) * sigmoid(by_head(gate.clone(), shape.heads))
     }
@@ -118,7 +121,27 @@ impl Config {
 impl VariantSpec for Config {
     const SOURCE: &'static str = "Kimi delta attention (Kimi Team, 2025)";
 
-    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32];
+    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32, Kernel::CUDA_BF16];
+
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, _batch: usize) -> bool {
+        match kernel.device {
+            DeviceKind::Cpu => true,
+            DeviceKind::Cuda => {
+                let values = VariantSpec::value_dim(self, shape);
+                chunked::serves(kernel.dtype, shape.head_dim, values)
+            }
+        }
+    }
+
+    /// Decoding on CUDA runs the reference.
+    fn serves_length(
+        &self,
+        kernel: Kernel,
+        _shape: &AttentionShape,
+        seq_len: Option<usize>,
+    ) -> bool {
+        kernel.device == DeviceKind::Cpu || seq_len.is_some()
+    }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         validate_value_dim(key, self.value_dim, problems);
@@ -173,11 +196,11 @@ impl VariantSpec for Config {
         shape: &AttentionShape,
         seq_len: usize,
         path: ExecPath,
-        _dtype: DType,
+        dtype: DType,
     ) -> f64 {
         let channels = Channels::of(self, shape);
         // y before the norm and the gate; the decay's steps and logarithms.
-        let outputs = 4.0 * 2.0 * (channels.o + channels.k);
+        let outputs = 2.0 * (path.saved_size(dtype) * channels.o + 4.0 * channels.k);
         outputs + self.rule().saved_bytes_per_token(&channels, shape, seq_len, path)
     }
 

@@ -178,8 +178,7 @@ impl VariantSpec for Config {
         match kernel.device {
             DeviceKind::Cpu => true,
             DeviceKind::Cuda => {
-                let values = self.value_dim(shape);
-                self.gate != Gate::Diagonal && chunked::serves(kernel.dtype, shape.head_dim, values)
+                chunked::serves(kernel.dtype, shape.head_dim, self.value_dim(shape))
             }
         }
     }

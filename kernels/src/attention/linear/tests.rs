@@ -26,7 +26,8 @@ impl Conformance for Config {
         let default = Config::default();
         vec![
             Config { gate: Gate::Scalar, rope: true, scaling: YARN, ..default.clone() },
-            Config { gate: Gate::None, chunk: 16, ..default },
+            Config { gate: Gate::None, chunk: 16, ..default.clone() },
+            Config { gate: Gate::Diagonal, ..default },
         ]
     }
 

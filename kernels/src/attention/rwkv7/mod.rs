@@ -41,18 +41,19 @@ mod recurrence;
 #[cfg(test)]
 mod tests;
 
-use burn::tensor::{DType, Tensor, activation::sigmoid};
+use burn::tensor::{DType, FloatDType, Tensor, activation::sigmoid};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-use self::recurrence::{WkvInputs, wkv};
-use super::recurrent::{by_head, by_token};
+use self::recurrence::{Wkv, WkvInputs, wkv};
+use super::chunked;
+use super::recurrent::{by_head, by_token, forget_at_starts, zero_at_starts};
 use super::saved::Channels;
 use super::{
-    AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, LowRank,
+    AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, Kernel, LowRank,
     LowRankActivation, ParameterSpec, ProjectionSpec, Variant, VariantSpec,
 };
-use crate::backend::OpBackend;
+use crate::backend::{OpBackend, primitive, tensor};
 use crate::ops::layer_norm::layer_norm;
 
 /// e^−½: the strongest decay of a step is exp(−e^−½).
@@ -111,7 +112,7 @@ impl Config {
         })
     }
 
-    /// Outputs of the tokens after those in `state`, and the state after them.
+    /// Outputs of the tokens, where `recurrence` gives r_t S_tᵀ of each.
     ///
     /// All but the recurrence runs in the memory order of the layer's projections,
     /// `[batch, seq_len, heads · channels]`, where products with the learned vectors, and their gradients,
@@ -120,10 +121,10 @@ impl Config {
         &self,
         shape: &AttentionShape,
         inputs: Inputs<B>,
-        documents: DocumentStarts<B>,
-        state: Option<Tensor<B, 4>>,
-    ) -> (Tensor<B, 4>, Tensor<B, 4>) {
-        let Inputs { q, k, v, projections, parameters } = inputs;
+        recurrence: impl FnOnce(WkvInputs<B>) -> Tensor<B, 4>,
+    ) -> Tensor<B, 4> {
+        let dtype = inputs.q.dtype();
+        let Inputs { q, k, v, projections, parameters } = inputs.in_f32();
         let [d, rate, gate] = &projections[..] else { panic!("decay, learning rate and gate") };
         let [xi, alpha, rho, scale, bias] = &parameters[..] else { panic!("five vectors") };
         let (heads, kv_heads) = (shape.heads, shape.kv_heads);
@@ -141,15 +142,30 @@ impl Config {
             key: by_head(key.clone(), kv_heads),
             v: v.clone(),
         };
-        let (o, state) = wkv(inputs, documents, state);
+        let o = recurrence(inputs).cast(FloatDType::F32);
 
         let ones = Tensor::ones([o.dims()[3]], &o.device());
         let o = by_token(layer_norm(o, ones, None, NORM_EPS * shape.head_dim as f32));
         let weight = r * repeat(key, kv_heads, shape.group()) * row(rho);
         let v = repeat(by_token(v), kv_heads, shape.group());
         let o = o * row(scale) + row(bias) + times_head_sums(v, weight, heads);
-        (by_head(o * gate.clone(), heads), state)
+        by_head(o * gate.clone(), heads).cast(dtype)
     }
+}
+
+/// r_t S_tᵀ of every token by the kernel, whose inputs are bf16 but for the decays.
+fn by_kernel<B: OpBackend>(
+    inputs: WkvInputs<B>,
+    documents: DocumentStarts<B>,
+    path: ExecPath,
+) -> Tensor<B, 4> {
+    let WkvInputs { r, log_decay, removal, correction, key, v } = inputs;
+    let removal = zero_at_starts(removal, documents.clone());
+    let log_decay = forget_at_starts(log_decay, documents);
+    let [r, removal, correction, key, v] =
+        [r, removal, correction, key, v].map(|x| primitive(x.cast(FloatDType::BF16)));
+    let inputs = [r, primitive(log_decay), removal, correction, key, v];
+    tensor(path.run::<B, _, 6>(&Wkv, inputs, vec![]))
 }
 
 /// Each head of `[batch, seq_len, heads · channels]`, divided by its norm.
@@ -199,6 +215,22 @@ fn decay_bias(shape: &AttentionShape) -> Init {
 
 impl VariantSpec for Config {
     const SOURCE: &'static str = "RWKV-7's time mix (Peng et al., 2025)";
+
+    const KERNELS: &'static [Kernel] = &[Kernel::CUDA_BF16];
+
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, _batch: usize) -> bool {
+        chunked::serves(kernel.dtype, shape.head_dim, self.value_dim(shape))
+    }
+
+    /// Decoding runs the reference.
+    fn serves_length(
+        &self,
+        _kernel: Kernel,
+        _shape: &AttentionShape,
+        seq_len: Option<usize>,
+    ) -> bool {
+        seq_len.is_some()
+    }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         let ranks = [
@@ -293,9 +325,12 @@ impl Variant for Config {
         shape: &AttentionShape,
         inputs: Inputs<B>,
         documents: DocumentStarts<B>,
-        _path: ExecPath,
+        path: ExecPath,
     ) -> Tensor<B, 4> {
-        self.run(shape, inputs, documents, None).0
+        self.run(shape, inputs, |inputs| match path {
+            ExecPath::Kernel(_) => by_kernel(inputs, documents, path),
+            ExecPath::Reference => wkv(inputs, documents, None).0,
+        })
     }
 
     fn log_retention<B: OpBackend>(
@@ -323,8 +358,10 @@ impl Variant for Config {
         state: &mut State<B>,
         _path: ExecPath,
     ) -> Tensor<B, 4> {
-        let (o, wkv) = self.run(shape, inputs, None, state.wkv.take());
-        state.wkv = Some(wkv);
-        o
+        self.run(shape, inputs, |inputs| {
+            let (o, end) = wkv(inputs, None, state.wkv.take());
+            state.wkv = Some(end);
+            o
+        })
     }
 }

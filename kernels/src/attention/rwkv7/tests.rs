@@ -22,6 +22,10 @@ impl Conformance for Config {
         ]
     }
 
+    const WIDEST_HEAD: usize = 128;
+
+    const KERNELS_DECODE: bool = false;
+
     fn oracle(
         &self,
         shape: &AttentionShape,
