@@ -65,12 +65,24 @@ pub fn serves(dtype: DType, head_dim: usize, value_dim: usize) -> bool {
     dtype == DType::BF16 && fits(head_dim, MAX_HEAD_DIM) && fits(value_dim, MAX_VALUE_DIM)
 }
 
+/// How many decays a token has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Decays {
+    /// One.
+    PerToken,
+    /// One for each channel of a key.
+    PerChannel,
+}
+
 /// Bytes per token that the core saves for each row beside its inputs.
-pub fn saved_bytes(update: Update, head_dim: usize, value_dim: usize) -> f64 {
-    let state = 2.0 * (head_dim * value_dim) as f64 / CHUNK_TOKENS as f64;
-    let corrected = 2.0 * (value_dim + CHUNK_TOKENS) as f64;
-    let sums = 4.0;
-    sums + state + if update == Update::Delta { corrected } else { 0.0 }
+pub fn saved_bytes(update: Update, decays: Decays, head_dim: usize, value_dim: usize) -> f64 {
+    let states = diagonal::saved_bytes(head_dim, value_dim);
+    match (decays, update) {
+        (Decays::PerChannel, _) => states,
+        (Decays::PerToken, Update::Additive) => 4.0 + states,
+        // The sums of log decays, e and Y.
+        (Decays::PerToken, Update::Delta) => 4.0 + states + 2.0 * (value_dim + CHUNK_TOKENS) as f64,
+    }
 }
 
 /// An operation's forward pass on the core: `inputs` are q, k, v and log decays, one per token or, without weights of an

@@ -27,7 +27,7 @@
 //! between their halves, as in `linear`: each is the exponential of a sum of log decays, at most 1, and no
 //! sums are subtracted, so that any decay is accurate to rounding.
 //!
-//! With one decay per token CUDA computes w and y together ([`chunked`]; `docs/chunked.md`).
+//! CUDA computes w and y together ([`chunked`]; `docs/chunked.md`).
 //!
 //! # The gradient
 //! Let g be the gradient of w, and h = (I + diag(β) A)⁻ᵀ g, where A now spans the sequence. Then h = g − r', where
@@ -45,7 +45,7 @@ use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn_flex::FlexTensor;
 
 use super::blocks::repeat_heads;
-use super::chunked::{self, Grads, Update};
+use super::chunked::{self, Decays, Grads, Update};
 use super::linear::GatedLinear;
 use super::linear::reference::LinearInputs;
 use super::recurrent::{State, by_head, forget_at_starts};
@@ -64,6 +64,8 @@ const KEY_EPS: f32 = 1e-6;
 pub struct DeltaRule {
     /// Tokens per chunk, a power of two.
     pub chunk: usize,
+    /// How many decays a token has.
+    pub decays: Decays,
 }
 
 /// The inputs of the delta rule. A row is a kv head of a sequence: `rows` is batch · kv_heads, `group` the query
@@ -186,7 +188,7 @@ impl DeltaRule {
             ExecPath::Kernel(DeviceKind::Cpu) => return channels.in_f32() + corrected,
             ExecPath::Kernel(DeviceKind::Cuda) => {
                 let value_dim = channels.v as usize / shape.kv_heads;
-                let of_row = chunked::saved_bytes(Update::Delta, shape.head_dim, value_dim);
+                let of_row = chunked::saved_bytes(Update::Delta, self.decays, shape.head_dim, value_dim);
                 // q, k and v as they come and as prepared, the output, and k for each kv head, in bf16.
                 let Channels { q, k, v, o, .. } = *channels;
                 let prepared = 2.0 * (2.0 * (q + k + v) + o + keys);

@@ -42,7 +42,7 @@ use burn::tensor::{DType, FloatDType, Tensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-use super::chunked;
+use super::chunked::{self, Decays};
 use super::delta_rule::{DeltaInputs, DeltaRule};
 use super::recurrent::{
     STEP_BIAS, State, by_head, decay_of_steps, step_size, validate_chunk, validate_key_heads,
@@ -97,7 +97,7 @@ impl Default for Config {
 
 impl Config {
     fn rule(&self) -> DeltaRule {
-        DeltaRule { chunk: self.chunk }
+        DeltaRule { chunk: self.chunk, decays: Decays::PerToken }
     }
 
     /// Applies the delta rule to the inputs by `rule`, then the norm and the gate.

@@ -39,7 +39,7 @@ use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use self::reference::LinearInputs;
-use super::chunked::{self, Grads, Update};
+use super::chunked::{self, Decays, Grads, Update, diagonal};
 use super::recurrent::{forget_at_starts, validate_chunk};
 use super::rotation::{Rotation, Scaling, rotate};
 use super::saved::Channels;
@@ -124,6 +124,10 @@ impl Config {
     fn rotation(&self) -> Option<Rotation> {
         let Config { rope, theta, scaling, .. } = *self;
         rope.then_some(Rotation { scaling, ..Rotation::new(theta) })
+    }
+
+    fn decays(&self) -> Decays {
+        if self.gate == Gate::Diagonal { Decays::PerChannel } else { Decays::PerToken }
     }
 
     fn op(&self) -> GatedLinear {
@@ -235,9 +239,27 @@ impl VariantSpec for Config {
     ) -> f64 {
         let channels = Channels::of(self, shape);
         if let ExecPath::Kernel(device) = path {
-            return channels.by_kernel(dtype) + self.op().saved_by_kernel(&channels, shape, device);
+            let decays = self.decays();
+            let saved = self.op().saved_by_kernel(decays, &channels, shape, device);
+            return channels.by_kernel(dtype) + saved;
         }
         channels.in_f32() + self.op().saved_by_reference(&channels, shape, seq_len)
+    }
+
+    fn temporary_bytes_per_token(
+        &self,
+        shape: &AttentionShape,
+        _seq_len: usize,
+        path: ExecPath,
+        _dtype: DType,
+    ) -> f64 {
+        match self.decays() {
+            Decays::PerToken => 0.0,
+            Decays::PerChannel => {
+                let value_dim = self.value_dim(shape);
+                diagonal::temporary_bytes(diagonal::Update::Additive, shape, value_dim, path)
+            }
+        }
     }
 
     fn has_retention(&self) -> bool {
@@ -328,12 +350,13 @@ impl GatedLinear {
     /// Bytes per token that a kernel saves beside its inputs and its output.
     pub fn saved_by_kernel(
         &self,
+        decays: Decays,
         channels: &Channels,
         shape: &AttentionShape,
         device: DeviceKind,
     ) -> f64 {
         let value_dim = channels.v as usize / shape.kv_heads;
-        let of_row = || chunked::saved_bytes(Update::Additive, shape.head_dim, value_dim);
+        let of_row = || chunked::saved_bytes(Update::Additive, decays, shape.head_dim, value_dim);
         match device {
             DeviceKind::Cpu => 0.0,
             DeviceKind::Cuda => shape.kv_heads as f64 * of_row(),

@@ -26,6 +26,12 @@ impl Conformance for Config {
 
     const KERNELS_DECODE: bool = false;
 
+    /// Those of the gradient of r: κ̂, a ⊙ κ̂ and k̃, readers and writers as they decay, scores, T, W, C, the state, the
+    /// outputs, their gradient, dQ, dC, dD, and itself.
+    fn roundings(&self) -> u32 {
+        16
+    }
+
     fn oracle(
         &self,
         shape: &AttentionShape,

@@ -13,6 +13,7 @@ use super::levels::{
     segments, sums_len,
 };
 use super::{DiagonalConfig, DiagonalInputs};
+use crate::tile::roles::two_blocks_per_multiprocessor;
 use crate::tile::{
     Accumulator, Bf16Pair, CHUNK, Chunk, Pair, define_exp2, exp2, keep_loop, sum_of_four, zeros,
 };
@@ -129,6 +130,9 @@ pub fn diagonal_gradients(
     sizes: Sizes,
     #[comptime] config: DiagonalConfig,
 ) {
+    if comptime!(config.head_dim <= 64) {
+        two_blocks_per_multiprocessor(comptime!("diagonal_gradients".to_string()), THREADS);
+    }
     define_exp2();
     let d = comptime!(config.head_dim);
     let layout = comptime!(Layout::new(&config));
@@ -169,8 +173,8 @@ pub fn diagonal_gradients(
         reader: zeros(comptime!(vectors.fragments())),
         correction: zeros(comptime!(vectors.fragments())),
         key: zeros(comptime!(if config.writers() == 2 { vectors.fragments() } else { 2 })),
-        of_reader: zeros(comptime!(vectors.fragments())),
-        of_writer: zeros(comptime!(vectors.fragments())),
+        of_sums: zeros(comptime!(vectors.fragments())),
+        of_earlier: zeros(comptime!(if config.reads_before() { vectors.fragments() } else { 2 })),
     };
     // dT and −dW.
     let mut d_transfer = zeros(comptime!(square.fragments()));
@@ -192,7 +196,6 @@ pub fn diagonal_gradients(
             write_rows(&mut arrays.d_q, &near.reader, &own, query * pairs, pairs, of.count, vectors);
         }
     }
-    move_to(&mut near.of_writer, &mut near.of_reader, config);
 
     let mut d_keys = zeros(comptime!(vectors.fragments()));
     of_values(&mut arena, arrays, &mut numbers, &of, &mut d_keys, &own, layout, config);
@@ -203,30 +206,16 @@ pub fn diagonal_gradients(
         let o = comptime!(layout.operands(d, config.reads_before()));
         if own.exists {
             set_far_reads(&arena, &numbers.sums, &mut near, &d_removal, &own, o, config);
-            add_far_writes(&arena, &mut numbers, &mut near.correction, &mut near.of_writer, &d_decayed, &own, o.correction, true, config);
+            add_far_writes(&arena, &mut numbers, &mut near.correction, &mut near.of_sums, &d_decayed, &own, o.correction, true, config);
             if comptime!(config.writers() == 2) {
-                add_far_writes(&arena, &mut numbers, &mut near.key, &mut near.of_writer, &d_keys, &own, o.key, false, config);
+                add_far_writes(&arena, &mut numbers, &mut near.key, &mut near.of_sums, &d_keys, &own, o.key, false, config);
             }
         }
         add_near(&mut arena, &numbers.sums, &numbers.weights, &mut near, &own, false, layout.d_scores, o, config);
     } else if own.exists {
-        add_far_writes(&arena, &mut numbers, &mut near.correction, &mut near.of_writer, &d_keys, &own, layout.correction, false, config);
+        add_far_writes(&arena, &mut numbers, &mut near.correction, &mut near.of_sums, &d_keys, &own, layout.correction, false, config);
     }
     finish(&arena, inputs, arrays, &mut numbers, &mut near, &of, &own, layout, config);
-}
-
-/// Moves an accumulator's values to another.
-#[cube]
-fn move_to(to: &mut Accumulator, from: &mut Accumulator, #[comptime] config: DiagonalConfig) {
-    #[unroll]
-    for f in 0..comptime!(config.fragments()) {
-        let (to, from) = (to.index_mut(f), from.index_mut(f));
-        #[unroll]
-        for r in 0..2usize {
-            to[r] = to[r] + from[r];
-            from[r] = Pair::cast_from(0f32);
-        }
-    }
 }
 
 /// Reads a matrix of all tokens.
@@ -497,9 +486,16 @@ fn set_far_reads(
             let column = tile.column(f);
             let factor = far_factor(sums, row, column, true, o.before, comptime!(config.head_dim));
             let value = decayed.index(f)[r] * factor;
-            let (vector, of_sum) = (near.reader.index_mut(f), near.of_reader.index_mut(f));
+            let product = value * read_pair(arena, row, column, o.reader);
+            let vector = near.reader.index_mut(f);
             vector[r] = value;
-            of_sum[r] = of_sum[r] + value * read_pair(arena, row, column, o.reader);
+            if comptime!(o.before) {
+                let of_sum = near.of_earlier.index_mut(f);
+                of_sum[r] = of_sum[r] + product;
+            } else {
+                let of_sum = near.of_sums.index_mut(f);
+                of_sum[r] = of_sum[r] + product;
+            }
         }
     }
 }
@@ -586,29 +582,23 @@ fn finish(
             #[unroll]
             for f in 0..comptime!(config.fragments()) {
                 let at = own.row(r) * row_len + own.column(f);
-                let value = near.of_writer.index(f)[r];
+                let value = near.of_sums.index(f)[r];
                 numbers.sums[at] = value[0];
                 numbers.sums[at + 1] = value[1];
             }
         }
     }
     sync_cube();
-    if comptime!(config.corrects()) {
+    if comptime!(config.reads_before()) {
         if own.exists {
             #[unroll]
             for r in 0..2usize {
-                let mut row = own.row(r);
-                let mut exists = row < CHUNK_TOKENS;
-                if comptime!(config.reads_before()) {
-                    // Its sum ends with the token before.
-                    exists = row > 0;
-                    row = max(row, usize::cast_from(1u32)) - 1;
-                }
-                if exists {
+                let row = own.row(r);
+                if row > 0 {
                     #[unroll]
                     for f in 0..comptime!(config.fragments()) {
-                        let at = row * row_len + own.column(f);
-                        let value = near.of_reader.index(f)[r];
+                        let at = (row - 1) * row_len + own.column(f);
+                        let value = near.of_earlier.index(f)[r];
                         numbers.sums[at] += value[0];
                         numbers.sums[at + 1] += value[1];
                     }

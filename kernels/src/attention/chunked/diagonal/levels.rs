@@ -198,13 +198,25 @@ pub struct Operands {
     pub before: bool,
 }
 
+/// Whether a token reads at the level of `half`, a power of two.
+#[cube]
+fn reads(token: u32, half: u32) -> bool {
+    (token & half) != 0
+}
+
+/// The row of sums of the last writer of a token's block.
+#[cube]
+fn last_writer(token: u32, half: u32) -> u32 {
+    token - (token & (2 * half - 1)) + half
+}
+
 /// Writes a level's vectors, decayed.
 #[cube]
 fn scale_level(
     arena: &mut SharedMemory<Chunk>,
     sums: &SharedMemory<f32>,
     weights: &SharedMemory<f32>,
-    half: usize,
+    half: u32,
     #[comptime] o: Operands,
     #[comptime] config: DiagonalConfig,
 ) {
@@ -213,8 +225,8 @@ fn scale_level(
     for round in 0..comptime!(rounds(CHUNK_TOKENS, d)) {
         let at = Own::new(round, CHUNK_TOKENS, d);
         if at.exists {
-            let reads = at.row / half % 2 == 1;
-            let last_writer = at.row / (2 * half) * (2 * half) + half;
+            let reads = reads(at.row as u32, half);
+            let last_writer = last_writer(at.row as u32, half) as usize;
             let mut own = at.row + 1;
             if comptime!(o.before) {
                 own = select(reads, at.row, own);
@@ -265,9 +277,8 @@ fn block_and_writer() -> (usize, usize) {
 
 /// Whether `s` writes and `t` reads at the level of `half`, in one block.
 #[cube]
-fn meet(t: usize, s: usize, half: usize) -> bool {
-    let same = t / (2 * half) == s / (2 * half);
-    same && (t / half % 2 == 1) && (s / half % 2 == 0)
+fn meet(t: u32, s: u32, half: u32) -> bool {
+    reads(t, half) && !reads(s, half) && (t ^ s) < 2 * half
 }
 
 /// Adds the products of 16 rows of A with 16 rows of another matrix of the same width.
@@ -316,14 +327,14 @@ pub fn scores(
     let writer_at = select(writer == 0, comptime!(o.x.at).runtime(), comptime!(o.y.at).runtime());
     let mut scores = Scores { far: zeros(2usize), middle: zeros(2usize), near: zeros(2usize) };
 
-    scale_level(arena, sums, weights, usize::cast_from(32u32), o, config);
+    scale_level(arena, sums, weights, 32u32.runtime(), o, config);
     sync_cube();
     if exists {
         let (row, column) = (32 + block / 2 * BLOCK, block % 2 * BLOCK);
         add_block(arena, &mut scores.far, row, writer_at, column, o.x, d);
     }
     sync_cube();
-    scale_level(arena, sums, weights, usize::cast_from(16u32), o, config);
+    scale_level(arena, sums, weights, 16u32.runtime(), o, config);
     sync_cube();
     if exists && block < 2 {
         let column = block * 32;
@@ -341,10 +352,10 @@ pub fn scores(
         if exists {
             let mut products = zeros(2usize);
             add_block(arena, &mut products, first, at, first, o.reader, d);
-            add_where(&mut scores.near, &products, weights, writer, usize::cast_from(0u32), config);
+            add_where(&mut scores.near, &products, weights, writer, 0u32.runtime(), config);
         }
     }
-    let mut half = usize::cast_from(8u32);
+    let mut half = u32::cast_from(8u32);
     keep_loop();
     for _ in 0..4usize {
         scale_level(arena, sums, weights, half, o, config);
@@ -355,7 +366,7 @@ pub fn scores(
             add_where(&mut scores.near, &products, weights, writer, half, config);
         }
         sync_cube();
-        half /= 2;
+        half >>= 1;
     }
     scores
 }
@@ -367,27 +378,27 @@ fn add_where(
     products: &Accumulator,
     weights: &SharedMemory<f32>,
     writer: usize,
-    half: usize,
+    half: u32,
     #[comptime] config: DiagonalConfig,
 ) {
     let (block, _) = block_and_writer();
-    let lane = UNIT_POS_PLANE as usize;
+    let lane = UNIT_POS_PLANE;
     #[unroll]
     for f in 0..2usize {
         let (sum, product) = (near.index_mut(f), products.index(f));
         #[unroll]
         for r in 0..2usize {
-            let t = lane / 4 + 8 * r;
+            let t = lane / 4 + comptime!((8 * r) as u32);
             let mut value = product[r];
             #[unroll]
             for c in 0..2usize {
-                let s = 8 * f + lane % 4 * 2 + c;
+                let s = lane % 4 * 2 + comptime!((8 * f + c) as u32);
                 let mut counts = s == t;
                 let mut weight = f32::cast_from(1f32);
                 if half > 0 {
-                    counts = meet(t, s, max(half, usize::cast_from(1u32)));
+                    counts = meet(t, s, half);
                 } else if comptime!(config.is_weighted()) {
-                    weight = select(writer == 0, weights[block * BLOCK + s], 1f32);
+                    weight = select(writer == 0, weights[block * BLOCK + s as usize], 1f32);
                 }
                 value[c] = select(counts, value[c] * weight, 0f32);
             }
@@ -458,10 +469,10 @@ pub struct Near {
     pub correction: Accumulator,
     /// Of the keys.
     pub key: Accumulator,
-    /// What the readers contribute to the gradients of their sums of log decays.
-    pub of_reader: Accumulator,
-    /// What the writers contribute to those of theirs.
-    pub of_writer: Accumulator,
+    /// Of the sums of log decays at the tokens.
+    pub of_sums: Accumulator,
+    /// Of the sums at the tokens before, for readers that read before the decay of their own token.
+    pub of_earlier: Accumulator,
 }
 
 /// Adds the gradients that reach vectors by the scores, whose gradients `d_scores`, with corrections and with keys, are 0
@@ -483,41 +494,46 @@ pub fn add_near(
             add_own(arena, weights, near, tile, d_scores, o, config);
         }
     }
-    let mut half = usize::cast_from(32u32);
+    let mut half = u32::cast_from(32u32);
     keep_loop();
     for _ in 0..6usize {
         scale_level(arena, sums, weights, half, o, config);
         sync_cube();
         if tile.exists {
             let first = tile.down * BLOCK;
-            let start = first / (2 * half) * (2 * half);
-            let far = half >= BLOCK;
-            let reads = first / half % 2 == 1;
-            // Blocks of whole tokens that read or write; below, each block does both.
-            let steps = select(far, half / BLOCK, usize::cast_from(1u32));
+            // The first reader of the block's readers and writers, where these are whole blocks; below, each block has
+            // both.
+            let boundary = last_writer(first as u32, half);
+            let far = half >= comptime!(BLOCK as u32);
+            let reads = reads(first as u32, half);
+            let steps = select(far, half / comptime!(BLOCK as u32), 1u32.runtime());
             if reads || !far {
-                let from = select(far, start, first);
+                let from = select(far, (boundary - half) as usize, first);
                 let mut acc = zeros(comptime!(config.fragments()));
                 add_reads(arena, &mut acc, tile, first, from, steps, half, d_scores[0], o.x, config);
                 if comptime!(config.writers() == 2) {
                     add_reads(arena, &mut acc, tile, first, from, steps, half, d_scores[1], o.y, config);
                 }
-                add_of_level(arena, sums, &mut near.reader, &mut near.of_reader, &acc, tile, half, true, o.x, o, config);
+                if comptime!(o.before) {
+                    add_of_level(arena, sums, &mut near.reader, &mut near.of_earlier, &acc, tile, half, true, o.x, o, config);
+                } else {
+                    add_of_level(arena, sums, &mut near.reader, &mut near.of_sums, &acc, tile, half, true, o.x, o, config);
+                }
             }
             if !reads || !far {
-                let from = select(far, start + half, first);
+                let from = select(far, boundary as usize, first);
                 let mut acc = zeros(comptime!(config.fragments()));
                 add_writes(arena, &mut acc, tile, first, from, steps, half, d_scores[0], o.x, config);
-                add_of_level(arena, sums, &mut near.correction, &mut near.of_writer, &acc, tile, half, false, o.x, o, config);
+                add_of_level(arena, sums, &mut near.correction, &mut near.of_sums, &acc, tile, half, false, o.x, o, config);
                 if comptime!(config.writers() == 2) {
                     let mut acc = zeros(comptime!(config.fragments()));
                     add_writes(arena, &mut acc, tile, first, from, steps, half, d_scores[1], o.x, config);
-                    add_of_level(arena, sums, &mut near.key, &mut near.of_writer, &acc, tile, half, false, o.y, o, config);
+                    add_of_level(arena, sums, &mut near.key, &mut near.of_sums, &acc, tile, half, false, o.y, o, config);
                 }
             }
         }
         sync_cube();
-        half /= 2;
+        half >>= 1;
     }
 }
 
@@ -576,7 +592,7 @@ fn add_of_level(
     of_sums: &mut Accumulator,
     acc: &Accumulator,
     tile: &WarpTile,
-    half: usize,
+    half: u32,
     #[comptime] reads: bool,
     #[comptime] from: Matrix,
     #[comptime] o: Operands,
@@ -586,7 +602,7 @@ fn add_of_level(
     #[unroll]
     for r in 0..2usize {
         let row = tile.row(r);
-        let last_writer = row / (2 * half) * (2 * half) + half;
+        let last_writer = last_writer(row as u32, half) as usize;
         let mut own = row + 1;
         if comptime!(o.before && reads) {
             own = row;
@@ -621,8 +637,8 @@ fn add_reads(
     tile: &WarpTile,
     first: usize,
     from: usize,
-    steps: usize,
-    half: usize,
+    steps: u32,
+    half: u32,
     #[comptime] d_scores: Matrix,
     #[comptime] writers: Matrix,
     #[comptime] config: DiagonalConfig,
@@ -630,11 +646,11 @@ fn add_reads(
     let def = MmaDefinition::<bf16, bf16, f32>::new(16usize, 8usize, 16usize);
     let lane = UNIT_POS_PLANE as usize;
     for step in 0..steps {
-        let from = from + step * BLOCK;
+        let from = from + step as usize * BLOCK;
         let at = d_scores.at + (first + lane % 16) * d_scores.row + from / CHUNK + lane / 16;
         let slice = arena.slice(at, at + 1);
         let mut left = def.load_matrix::<_, Const<2>>(&slice, MatrixIdent::A, 4usize, false);
-        if half < BLOCK {
+        if half < comptime!(BLOCK as u32) {
             keep_meeting(&mut left, half, false);
         }
         add_with(arena, acc, &left, tile, from, writers, config);
@@ -649,8 +665,8 @@ fn add_writes(
     tile: &WarpTile,
     first: usize,
     from: usize,
-    steps: usize,
-    half: usize,
+    steps: u32,
+    half: u32,
     #[comptime] d_scores: Matrix,
     #[comptime] readers: Matrix,
     #[comptime] config: DiagonalConfig,
@@ -659,11 +675,11 @@ fn add_writes(
     let lane = UNIT_POS_PLANE as usize;
     let (eight, within, second) = (lane / 8 % 2, lane % 8, lane / 16);
     for step in 0..steps {
-        let from = from + step * BLOCK;
+        let from = from + step as usize * BLOCK;
         let at = d_scores.at + (from + second * 8 + within) * d_scores.row + first / CHUNK + eight;
         let slice = arena.slice(at, at + 1);
         let mut left = def.load_matrix::<_, Const<2>>(&slice, MatrixIdent::A, 4usize, true);
-        if half < BLOCK {
+        if half < comptime!(BLOCK as u32) {
             keep_meeting(&mut left, half, true);
         }
         add_with(arena, acc, &left, tile, from, readers, config);
@@ -672,14 +688,15 @@ fn add_writes(
 
 /// Sets the elements of a block on the diagonal to 0 whose tokens do not meet at a level.
 #[cube]
-fn keep_meeting(left: &mut Array<Bf16Pair>, half: usize, #[comptime] transposed: bool) {
-    let lane = UNIT_POS_PLANE as usize;
+fn keep_meeting(left: &mut Array<Bf16Pair>, half: u32, #[comptime] transposed: bool) {
+    let lane = UNIT_POS_PLANE;
     #[unroll]
     for i in 0..4usize {
         let mut value = left[i];
         #[unroll]
         for c in 0..2usize {
-            let (row, column) = (lane / 4 + comptime!(i % 2 * 8), lane % 4 * 2 + comptime!(i / 2 * 8 + c));
+            let row = lane / 4 + comptime!((i % 2 * 8) as u32);
+            let column = lane % 4 * 2 + comptime!((i / 2 * 8 + c) as u32);
             let mut counts = meet(row, column, half);
             if comptime!(transposed) {
                 counts = meet(column, row, half);

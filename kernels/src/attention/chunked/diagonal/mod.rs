@@ -30,7 +30,9 @@ use self::scan::ScanArraysLaunch;
 use self::transform::TransformArraysLaunch;
 use super::memory::SizesLaunch;
 use super::{CHUNK_TOKENS, THREADS, serves};
+use crate::attention::{AttentionShape, ExecPath};
 use crate::cuda::{CudaTensor, buffer, contiguous, empty, multiprocessors};
+use crate::device::DeviceKind;
 use crate::ops::cuda::{as_u32, dim, dims, nothing};
 use crate::tile::{CHUNK, Chunk};
 
@@ -175,13 +177,24 @@ pub fn saved_bytes(head_dim: usize, value_dim: usize) -> f64 {
     2.0 * (head_dim * value_dim) as f64 / CHUNK_TOKENS as f64
 }
 
-/// Bytes per token and row that its backward pass takes for a time, with one query head per row.
-pub fn temporary_bytes(update: Update, head_dim: usize, value_dim: usize) -> f64 {
-    let (d, chunk) = (head_dim as f64, CHUNK_TOKENS as f64);
-    // K, Q and C; G, T, W, Y and D; the gradients of the states.
-    let corrected = d * d / chunk + d + 3.0 * chunk;
-    let corrected = if update == Update::Additive { 0.0 } else { corrected };
-    2.0 * (2.0 * d + chunk + corrected) + saved_bytes(head_dim, value_dim)
+/// Bytes per token that the backward pass of a layer takes for a time; 0 on other paths.
+pub fn temporary_bytes(
+    update: Update,
+    shape: &AttentionShape,
+    value_dim: usize,
+    path: ExecPath,
+) -> f64 {
+    if path != ExecPath::Kernel(DeviceKind::Cuda) {
+        return 0.0;
+    }
+    let (d, chunk) = (shape.head_dim as f64, CHUNK_TOKENS as f64);
+    let corrects = f64::from(u8::from(update != Update::Additive));
+    // Of each query head Q, C and D; of each row K and the gradients of states, and G, T, W and Y.
+    let of_head = d + chunk * (1.0 + corrects);
+    let of_row = d + corrects * (d * d / chunk + d + 2.0 * chunk);
+    let states = saved_bytes(shape.head_dim, value_dim);
+    2.0 * (shape.heads as f64 * of_head + shape.kv_heads as f64 * of_row)
+        + shape.kv_heads as f64 * states
 }
 
 impl Diagonal {

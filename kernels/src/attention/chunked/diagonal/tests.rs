@@ -14,8 +14,6 @@ use crate::testing::{record, root_mean_square};
 /// Rows of a problem.
 const ROWS: usize = 2;
 
-const UPDATES: [Update; 3] = [Update::Additive, Update::Delta, Update::Replace];
-
 /// One problem; all but decays and weights are numbers of bf16.
 struct Sample {
     what: &'static str,
@@ -286,25 +284,40 @@ impl Sample {
     }
 }
 
+/// Lengths around chunks, grouped heads, head dims up to the widest.
+fn check_sizes(update: Update) {
+    for len in [1, 17, 64, 65, 200] {
+        Sample::new("64 channels", update, [1, len, 64, 64]).check(0.006);
+    }
+    Sample::new("groups", update, [3, 130, 64, 32]).check(0.006);
+    Sample::new("128 channels", update, [1, 130, 128, 128]).check(0.006);
+    Sample::new("wide values", update, [2, 70, 128, 256]).check(0.006);
+    Sample::new("odd sizes", update, [1, 100, 48, 80]).check(0.006);
+    Sample::new("few channels", update, [2, 150, 16, 16]).check(0.006);
+}
+
 #[test]
 #[ignore = "needs a GPU"]
-fn outputs_and_gradients_agree_with_recurrences() {
-    for update in UPDATES {
-        for len in [1, 17, 64, 65, 200] {
-            Sample::new("64 channels", update, [1, len, 64, 64]).check(0.006);
-        }
-        Sample::new("groups", update, [3, 130, 64, 32]).check(0.006);
-        Sample::new("128 channels", update, [1, 130, 128, 128]).check(0.006);
-        Sample::new("wide values", update, [2, 70, 128, 256]).check(0.006);
-        Sample::new("odd sizes", update, [1, 100, 48, 80]).check(0.006);
-        Sample::new("few channels", update, [2, 150, 16, 16]).check(0.006);
-    }
+fn additive_updates_agree_with_recurrences() {
+    check_sizes(Update::Additive);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn the_delta_rule_agrees_with_recurrences() {
+    check_sizes(Update::Delta);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn replacement_agrees_with_recurrences() {
+    check_sizes(Update::Replace);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn extreme_decays_agree_with_recurrences() {
-    for update in UPDATES {
+    for update in [Update::Additive, Update::Delta, Update::Replace] {
         let sample = || Sample::new("decays", update, [1, 200, 64, 64]);
         Sample { what: "no decay", ..sample().decays(|_, _| 0.0) }.check(0.006);
         Sample { what: "strongest decay", ..sample().decays(|_, _| -1e5) }.check(0.006);
@@ -328,4 +341,38 @@ fn repeated_keys_agree_with_recurrences() {
     let replace = || Sample::new("removal", Update::Replace, [1, 200, 64, 64]).repeated_keys(5);
     Sample { what: "replaced", ..replace().rates(|_| 1.0) }.check(0.01);
     Sample { what: "nothing removed", ..replace().rates(|_| 0.0) }.check(0.006);
+}
+
+#[test]
+#[ignore = "profile"]
+fn profile() {
+    let sizes: Vec<usize> =
+        std::env::var("SIZES").unwrap().split(',').map(|x| x.parse().unwrap()).collect();
+    let [rows, len, d, values] = sizes[..] else { panic!() };
+    fn of<const D: usize>(shape: [usize; D], low: f64, high: f64, dtype: DType) -> CudaTensor {
+        let range = burn::tensor::Distribution::Uniform(low, high);
+        let x = Tensor::<Cuda, D>::random(shape, range, &Default::default());
+        primitive(if dtype == DType::BF16 { x.cast(FloatDType::BF16) } else { x })
+    }
+    let b = DType::BF16;
+    let v = |n: f64| of([rows, len, d], -n, n, b);
+    for update in [Update::Additive, Update::Delta, Update::Replace] {
+        let call = Diagonal {
+            q: of([rows, 1, len, d], -0.2, 0.2, b),
+            k: v(0.2),
+            v: of([rows, len, values], -1.7, 1.7, b),
+            log_decay: of([rows, len, d], -0.6, 0.0, DType::F32),
+            corrections: match update {
+                Update::Additive => Corrections::None,
+                Update::Delta => Corrections::Weights(of([rows, len, 1], 0.0, 1.0, DType::F32)),
+                Update::Replace => Corrections::Vectors { removal: v(0.2), correction: v(0.1) },
+            },
+        };
+        let grad = of([rows, 1, len, values], -1.0, 1.0, b);
+        for _ in 0..2 {
+            let [_, states] = call.forward();
+            let grads = call.backward(&states, &grad);
+            let _ = tensor::<Cuda, 3>(grads.k).slice([0..1, 0..1, 0..1]).into_data();
+        }
+    }
 }
