@@ -41,6 +41,7 @@ use self::output::OutputArraysLaunch;
 use self::scan::ScanArraysLaunch;
 use self::scan_back::ScanBackArraysLaunch;
 use self::values_back::ValueGradientArraysLaunch;
+use super::AttentionShape;
 use crate::backend::Forward;
 use crate::cuda::{CudaTensor, buffer, contiguous, empty, multiprocessors};
 use crate::ops::cuda::{as_u32, dim, dims, nothing};
@@ -74,14 +75,27 @@ pub enum Decays {
     PerChannel,
 }
 
-/// Bytes per token that the core saves for each row beside its inputs.
-pub fn saved_bytes(update: Update, decays: Decays, head_dim: usize, value_dim: usize) -> f64 {
-    let states = diagonal::saved_bytes(head_dim, value_dim);
+/// Bytes per token that the core saves of a layer beside its inputs.
+pub fn saved_bytes(
+    update: Update,
+    decays: Decays,
+    shape: &AttentionShape,
+    value_dim: usize,
+) -> f64 {
+    let (d, chunk) = (shape.head_dim as f64, CHUNK_TOKENS as f64);
+    let of_row = 4.0 + 2.0 * d * value_dim as f64 / chunk;
     match (decays, update) {
-        (Decays::PerChannel, _) => states,
-        (Decays::PerToken, Update::Additive) => 4.0 + states,
-        // The sums of log decays, e and Y.
-        (Decays::PerToken, Update::Delta) => 4.0 + states + 2.0 * (value_dim + CHUNK_TOKENS) as f64,
+        (Decays::PerToken, Update::Additive) => shape.kv_heads as f64 * of_row,
+        // With e and Y.
+        (Decays::PerToken, Update::Delta) => {
+            shape.kv_heads as f64 * (of_row + 2.0 * (value_dim as f64 + chunk))
+        }
+        (Decays::PerChannel, Update::Additive) => {
+            diagonal::saved_bytes(diagonal::Update::Additive, shape, value_dim)
+        }
+        (Decays::PerChannel, Update::Delta) => {
+            diagonal::saved_bytes(diagonal::Update::Delta, shape, value_dim)
+        }
     }
 }
 
@@ -93,7 +107,7 @@ pub fn forward(
     beta: Option<&CudaTensor>,
     needs: bool,
 ) -> Option<Forward<CudaTensor>> {
-    let [q, k, v, log_decay] = inputs;
+    let [q, _, v, log_decay] = inputs;
     if !serves(q.dtype, dims(q)[3], dims(v)[2]) {
         return None;
     }
@@ -103,8 +117,8 @@ pub fn forward(
             (output, saved.into_tensors())
         }
         _ => {
-            let [output, states] = diagonal([q, k, v, log_decay], beta, update)?.forward();
-            (output, vec![states])
+            let (output, saved) = diagonal(inputs, beta, update)?.forward();
+            (output, saved.into_tensors())
         }
     };
     let saved = match needs {
@@ -116,16 +130,19 @@ pub fn forward(
 
 /// The gradients, from what [`forward`] saved.
 pub fn backward(update: Update, saved: &[CudaTensor], grad: &CudaTensor) -> Grads {
-    let [q, k, v, log_decay, ..] = saved else { unreachable!("the forward pass saves its inputs") };
+    let [q, k, v, log_decay, rest @ ..] = saved else {
+        unreachable!("the forward pass saves its inputs")
+    };
     let inputs = [q, k, v, log_decay];
     if dims(log_decay)[2] == 1 {
-        let (before, saved) = saved.split_at(saved.len() - Saved::tensors(update));
-        let call = Chunked::new(update, inputs, before.get(4));
+        let (beta, saved) = rest.split_at(rest.len() - Saved::tensors(update));
+        let call = Chunked::new(update, inputs, beta.first());
         return call.backward(&Saved::from_tensors(saved), grad);
     }
-    let (states, before) = saved.split_last().expect("the states are saved");
-    let call = diagonal(inputs, before.get(4), update).expect("the forward pass has run");
-    let Diagonal { q, k, v, log_decay, corrections } = call.backward(states, grad);
+    let (beta, saved) = rest.split_at(usize::from(update == Update::Delta));
+    let call = diagonal(inputs, beta.first(), update).expect("the forward pass has run");
+    let Diagonal { q, k, v, log_decay, corrections } =
+        call.backward(&diagonal::Saved::from_tensors(saved), grad);
     let beta = match corrections {
         Corrections::Weights(beta) => Some(beta),
         _ => None,

@@ -188,11 +188,11 @@ impl DeltaRule {
             ExecPath::Kernel(DeviceKind::Cpu) => return channels.in_f32() + corrected,
             ExecPath::Kernel(DeviceKind::Cuda) => {
                 let value_dim = channels.v as usize / shape.kv_heads;
-                let of_row = chunked::saved_bytes(Update::Delta, self.decays, shape.head_dim, value_dim);
+                let saved = chunked::saved_bytes(Update::Delta, self.decays, shape, value_dim);
                 // q, k and v as they come and as prepared, the output, and k for each kv head, in bf16.
                 let Channels { q, k, v, o, .. } = *channels;
                 let prepared = 2.0 * (2.0 * (q + k + v) + o + keys);
-                return prepared + shape.kv_heads as f64 * of_row;
+                return prepared + saved;
             }
             ExecPath::Reference => {}
         }

@@ -41,7 +41,7 @@ use burn::tensor::{DType, FloatDType, Tensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-use super::chunked::{self, Decays, diagonal};
+use super::chunked::{self, Decays};
 use super::delta_rule::{DeltaInputs, DeltaRule};
 use super::recurrent::{
     State, by_head, decay_of_steps, step_size, validate_chunk, validate_value_dim,
@@ -202,17 +202,6 @@ impl VariantSpec for Config {
         // y before the norm and the gate; the decay's steps and logarithms.
         let outputs = 2.0 * (path.saved_size(dtype) * channels.o + 4.0 * channels.k);
         outputs + self.rule().saved_bytes_per_token(&channels, shape, seq_len, path)
-    }
-
-    fn temporary_bytes_per_token(
-        &self,
-        shape: &AttentionShape,
-        _seq_len: usize,
-        path: ExecPath,
-        _dtype: DType,
-    ) -> f64 {
-        let value_dim = VariantSpec::value_dim(self, shape);
-        diagonal::temporary_bytes(diagonal::Update::Delta, shape, value_dim, path)
     }
 
     fn has_retention(&self) -> bool {

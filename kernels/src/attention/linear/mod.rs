@@ -39,7 +39,7 @@ use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use self::reference::LinearInputs;
-use super::chunked::{self, Decays, Grads, Update, diagonal};
+use super::chunked::{self, Decays, Grads, Update};
 use super::recurrent::{forget_at_starts, validate_chunk};
 use super::rotation::{Rotation, Scaling, rotate};
 use super::saved::Channels;
@@ -246,22 +246,6 @@ impl VariantSpec for Config {
         channels.in_f32() + self.op().saved_by_reference(&channels, shape, seq_len)
     }
 
-    fn temporary_bytes_per_token(
-        &self,
-        shape: &AttentionShape,
-        _seq_len: usize,
-        path: ExecPath,
-        _dtype: DType,
-    ) -> f64 {
-        match self.decays() {
-            Decays::PerToken => 0.0,
-            Decays::PerChannel => {
-                let value_dim = self.value_dim(shape);
-                diagonal::temporary_bytes(diagonal::Update::Additive, shape, value_dim, path)
-            }
-        }
-    }
-
     fn has_retention(&self) -> bool {
         self.gate != Gate::None
     }
@@ -356,10 +340,9 @@ impl GatedLinear {
         device: DeviceKind,
     ) -> f64 {
         let value_dim = channels.v as usize / shape.kv_heads;
-        let of_row = || chunked::saved_bytes(Update::Additive, decays, shape.head_dim, value_dim);
         match device {
             DeviceKind::Cpu => 0.0,
-            DeviceKind::Cuda => shape.kv_heads as f64 * of_row(),
+            DeviceKind::Cuda => chunked::saved_bytes(Update::Additive, decays, shape, value_dim),
         }
     }
 

@@ -293,25 +293,16 @@ impl VariantSpec for Config {
     ) -> f64 {
         let channels = Channels::of(self, shape);
         if let ExecPath::Kernel(_) = path {
-            // The decay in f32, and the states; what prepares and ends the recurrence, in f32.
-            let states = diagonal::saved_bytes(shape.head_dim, self.value_dim(shape));
+            // What the core saves; what prepares and ends the recurrence, in f32.
+            let update = diagonal::Update::Replace;
+            let saved = diagonal::saved_bytes(update, shape, self.value_dim(shape));
             let around = 4.0 * (10.0 * channels.k + 6.0 * channels.o);
-            return channels.by_kernel(dtype) + shape.kv_heads as f64 * states + around;
+            return channels.by_kernel(dtype) + saved + around;
         }
         // r, k̃, v, κ̂, a, the decay and their products with its factors; the matrices and states of chunks.
         let chunk = recurrence::CHUNK_SIZE.min(seq_len) as f64;
         let state = channels.rows * (shape.head_dim * self.value_dim(shape)) as f64 / chunk;
         channels.in_f32() + channels.scores(8.0, chunk) + 4.0 * (20.0 * channels.k + 4.0 * state)
-    }
-
-    fn temporary_bytes_per_token(
-        &self,
-        shape: &AttentionShape,
-        _seq_len: usize,
-        path: ExecPath,
-        _dtype: DType,
-    ) -> f64 {
-        diagonal::temporary_bytes(diagonal::Update::Replace, shape, self.value_dim(shape), path)
     }
 
     fn has_retention(&self) -> bool {

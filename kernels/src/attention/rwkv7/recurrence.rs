@@ -24,7 +24,7 @@ use burn::tensor::{Int, Tensor};
 use burn::tensor::ops::{FloatTensor, IntTensor};
 
 use super::masks::{Masks, mask, masked};
-use crate::attention::chunked::diagonal::{Corrections, Diagonal};
+use crate::attention::chunked::diagonal::{Corrections, Diagonal, Saved};
 use crate::attention::recurrent::one_by_one;
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::{CudaTensor, contiguous, reshaped};
@@ -112,10 +112,10 @@ impl Op<6> for Wkv {
         needs: [bool; 6],
     ) -> Option<Forward<CudaTensor>> {
         let [batch, heads, seq_len, _] = dims(&inputs[0])[..] else { return None };
-        let [y, states] = Self::call(inputs).forward();
+        let (y, saved) = Self::call(inputs).forward();
         let output = reshaped(&y, &[batch, heads, seq_len, dims(&inputs[5])[3]]);
         let saved = match needs.contains(&true) {
-            true => inputs.iter().cloned().chain([states]).collect(),
+            true => inputs.iter().cloned().chain(saved.into_tensors()).collect(),
             false => vec![],
         };
         Some(Forward { output, saved })
@@ -128,12 +128,12 @@ impl Op<6> for Wkv {
         grad: CudaTensor,
         _needs: [bool; 6],
     ) -> [Option<CudaTensor>; 6] {
-        let (states, inputs) = saved.split_last().expect("the states are saved");
+        let (inputs, saved) = saved.split_at(6);
         let call = Self::call(inputs);
         let mut of_outputs = dims(&call.q);
         of_outputs[3] = dims(&call.v)[2];
         let grad = reshaped(&contiguous(&grad), &of_outputs);
-        let Diagonal { q, k, v, log_decay, corrections } = call.backward(states, &grad);
+        let Diagonal { q, k, v, log_decay, corrections } = call.backward(&Saved::from_tensors(saved), &grad);
         let Corrections::Vectors { removal, correction } = corrections else {
             unreachable!("the gradients are as the call")
         };

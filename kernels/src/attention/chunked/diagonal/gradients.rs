@@ -96,9 +96,10 @@ impl Layout {
         Matrix::new(self.places + place * self.place, columns)
     }
 
-    const fn operands(&self, d: usize, before: bool) -> Operands {
+    const fn operands(&self, d: usize) -> Operands {
         let (reader, correction, key) = (self.reader, self.correction, self.key);
-        Operands { reader, correction, key, x: self.at(0, d), y: self.at(1, d), before }
+        let (x, y, w) = (self.at(0, d), self.at(1, d), self.at(2, d));
+        Operands { reader, correction, key, x, y, w }
     }
 }
 
@@ -174,48 +175,100 @@ pub fn diagonal_gradients(
         correction: zeros(comptime!(vectors.fragments())),
         key: zeros(comptime!(if config.writers() == 2 { vectors.fragments() } else { 2 })),
         of_sums: zeros(comptime!(vectors.fragments())),
-        of_earlier: zeros(comptime!(if config.reads_before() { vectors.fragments() } else { 2 })),
+        of_readers: zeros(comptime!(if config.reads_before() { vectors.fragments() } else { 2 })),
     };
     // dT and −dW.
     let mut d_transfer = zeros(comptime!(square.fragments()));
     let mut d_reads = zeros(comptime!(vectors.fragments()));
 
+    // The query heads and, last, the removal keys.
+    let o = comptime!(layout.operands(d));
+    let mut readers = group;
+    if comptime!(config.corrects()) {
+        readers = group + 1;
+    }
     keep_loop();
-    for head in 0..group {
-        let query = of.query(head, &sizes);
-        load(&mut arena, &inputs.q, query * stride, stride, of.count, layout.reader, CHUNK_TOKENS, d);
-        let mut d_query = zeros(comptime!(vectors.fragments()));
-        of_query(&mut arena, arrays, &of, query, (of.row * group + head) * chunks + of.chunk, &mut d_query, &mut d_transfer, &mut d_reads, &own, &tile, layout, config);
-        let o = comptime!(layout.operands(d, false));
-        if own.exists {
-            set_far_reads(&arena, &numbers.sums, &mut near, &d_query, &own, o, config);
+    for reader in 0..readers {
+        let removes = reader >= group;
+        let query = of.query(min(reader, group - 1), &sizes);
+        let mut d_decayed = zeros(comptime!(vectors.fragments()));
+        let mut after = usize::cast_from(1u32);
+        if removes {
+            if comptime!(config.reads_before()) {
+                join_sums(&mut near, config);
+                after = usize::cast_from(0u32);
+            }
+            of_removal(&mut arena, inputs, arrays, &mut numbers, &mut near, &of, &mut d_transfer, &mut d_reads, &mut d_decayed, &own, &tile, layout, config);
+        } else {
+            load(&mut arena, &inputs.q, query * stride, stride, of.count, layout.reader, CHUNK_TOKENS, d);
+            let number = (of.row * group + reader) * chunks + of.chunk;
+            of_query(&mut arena, arrays, &of, query, number, &mut d_decayed, &mut d_transfer, &mut d_reads, &own, &tile, layout, config);
         }
-        add_near(&mut arena, &numbers.sums, &numbers.weights, &mut near, &own, true, layout.d_scores, o, config);
         if own.exists {
+            set_far_reads(&arena, &numbers.sums, &mut near, &d_decayed, &own, after, o, config);
+        }
+        add_near(&mut arena, &numbers.sums, &numbers.weights, &mut near, &own, after, !removes, layout.d_scores, o, config);
+        if own.exists && !removes {
             let pairs = comptime!(d / 2);
             write_rows(&mut arrays.d_q, &near.reader, &own, query * pairs, pairs, of.count, vectors);
         }
     }
-
-    let mut d_keys = zeros(comptime!(vectors.fragments()));
-    of_values(&mut arena, arrays, &mut numbers, &of, &mut d_keys, &own, layout, config);
-    if comptime!(config.corrects()) {
-        let mut d_removal = zeros(comptime!(vectors.fragments()));
-        let mut d_decayed = zeros(comptime!(vectors.fragments()));
-        of_change(&mut arena, inputs, arrays, &numbers, &of, &mut d_transfer, &mut d_reads, &mut d_removal, &mut d_decayed, &own, &tile, layout, config);
-        let o = comptime!(layout.operands(d, config.reads_before()));
+    if comptime!(!config.corrects()) {
+        let mut d_keys = zeros(comptime!(vectors.fragments()));
+        of_values(&mut arena, arrays, &mut numbers, &of, &mut d_keys, &own, layout, config);
         if own.exists {
-            set_far_reads(&arena, &numbers.sums, &mut near, &d_removal, &own, o, config);
-            add_far_writes(&arena, &mut numbers, &mut near.correction, &mut near.of_sums, &d_decayed, &own, o.correction, true, config);
-            if comptime!(config.writers() == 2) {
-                add_far_writes(&arena, &mut numbers, &mut near.key, &mut near.of_sums, &d_keys, &own, o.key, false, config);
-            }
+            add_far_writes(&arena, &mut numbers, &mut near.correction, &mut near.of_sums, &d_keys, &own, o.correction, false, config);
         }
-        add_near(&mut arena, &numbers.sums, &numbers.weights, &mut near, &own, false, layout.d_scores, o, config);
-    } else if own.exists {
-        add_far_writes(&arena, &mut numbers, &mut near.correction, &mut near.of_sums, &d_keys, &own, layout.correction, false, config);
     }
     finish(&arena, inputs, arrays, &mut numbers, &mut near, &of, &own, layout, config);
+}
+
+/// Adds what the query heads contribute to the gradients of the sums at their tokens.
+#[cube]
+fn join_sums(near: &mut Near, #[comptime] config: DiagonalConfig) {
+    #[unroll]
+    for f in 0..comptime!(config.fragments()) {
+        let (to, from) = (near.of_sums.index_mut(f), near.of_readers.index_mut(f));
+        #[unroll]
+        for r in 0..2usize {
+            to[r] = to[r] + from[r];
+            from[r] = Pair::cast_from(0f32);
+        }
+    }
+}
+
+/// The gradients of the decayed removal keys, and those of corrections and keys that reach them by the state; in shared
+/// memory the removal keys and the gradients of their scores. Synchronises before it returns.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn of_removal(
+    arena: &mut SharedMemory<Chunk>,
+    inputs: &DiagonalInputs,
+    arrays: &GradientArrays,
+    numbers: &mut Numbers,
+    near: &mut Near,
+    of: &ChunkOf,
+    d_transfer: &mut Accumulator,
+    d_reads: &mut Accumulator,
+    d_removal: &mut Accumulator,
+    own: &WarpTile,
+    tile: &WarpTile,
+    #[comptime] layout: Layout,
+    #[comptime] config: DiagonalConfig,
+) {
+    let o = comptime!(layout.operands(config.head_dim));
+    let mut d_keys = zeros(comptime!(config.fragments()));
+    of_values(arena, arrays, numbers, of, &mut d_keys, own, layout, config);
+    if comptime!(config.writers() == 2) {
+        if own.exists {
+            add_far_writes(arena, numbers, &mut near.key, &mut near.of_sums, &d_keys, own, o.key, false, config);
+        }
+    }
+    let mut d_decayed = zeros(comptime!(config.fragments()));
+    of_change(arena, inputs, arrays, numbers, of, d_transfer, d_reads, d_removal, &mut d_decayed, own, tile, layout, config);
+    if own.exists {
+        add_far_writes(arena, numbers, &mut near.correction, &mut near.of_sums, &d_decayed, own, o.correction, true, config);
+    }
 }
 
 /// Reads a matrix of all tokens.
@@ -415,7 +468,7 @@ fn of_change(
     let (d, all) = comptime!((config.head_dim, CHUNK_TOKENS));
     let (keys, change, decayed) = comptime!((layout.at(0, d), layout.at(1, d), layout.at(3, d)));
     let (transfer, reads) = comptime!((layout.d_scores[0], layout.reader));
-    scale_rows_by(arena, &numbers.sums, &numbers.weights, false, false, comptime!(config.is_weighted()), layout.correction, decayed, d);
+    scale_rows_by(arena, &numbers.sums, &numbers.weights, 1usize.runtime(), comptime!(config.corrects_by()), CHUNK_TOKENS, layout.correction, decayed, d);
     load_tokens(arena, &arrays.transfer, of.number, transfer, all);
     load_tokens(arena, &arrays.reads, of.number, reads, d);
     sync_cube();
@@ -475,6 +528,7 @@ fn set_far_reads(
     near: &mut Near,
     decayed: &Accumulator,
     tile: &WarpTile,
+    after: usize,
     #[comptime] o: Operands,
     #[comptime] config: DiagonalConfig,
 ) {
@@ -484,13 +538,13 @@ fn set_far_reads(
         #[unroll]
         for f in 0..comptime!(config.fragments()) {
             let column = tile.column(f);
-            let factor = far_factor(sums, row, column, true, o.before, comptime!(config.head_dim));
+            let factor = far_factor(sums, row, column, after, true, comptime!(config.head_dim));
             let value = decayed.index(f)[r] * factor;
             let product = value * read_pair(arena, row, column, o.reader);
             let vector = near.reader.index_mut(f);
             vector[r] = value;
-            if comptime!(o.before) {
-                let of_sum = near.of_earlier.index_mut(f);
+            if comptime!(config.reads_before()) {
+                let of_sum = near.of_readers.index_mut(f);
                 of_sum[r] = of_sum[r] + product;
             } else {
                 let of_sum = near.of_sums.index_mut(f);
@@ -522,7 +576,7 @@ fn add_far_writes(
         #[unroll]
         for r in 0..2usize {
             let row = tile.row(r);
-            let factor = far_factor(&numbers.sums, row, column, false, false, d);
+            let factor = far_factor(&numbers.sums, row, column, 1usize.runtime(), false, d);
             let value = decayed.index(f)[r] * factor;
             vector[r] = vector[r] + value;
             let mut product = value * read_pair(arena, row, column, raw);
@@ -598,7 +652,7 @@ fn finish(
                     #[unroll]
                     for f in 0..comptime!(config.fragments()) {
                         let at = (row - 1) * row_len + own.column(f);
-                        let value = near.of_earlier.index(f)[r];
+                        let value = near.of_readers.index(f)[r];
                         numbers.sums[at] += value[0];
                         numbers.sums[at + 1] += value[1];
                     }

@@ -13,7 +13,9 @@ use super::super::sums::LEAST;
 use super::super::{CHUNK_TOKENS, THREADS};
 use super::DiagonalConfig;
 use crate::tile::product::{Place, quads};
-use crate::tile::{Accumulator, Bf16Pair, CHUNK, Chunk, LOG2_E, Pair, exp2, half, keep_loop, zeros};
+use crate::tile::{
+    Accumulator, Bf16Pair, CHUNK, Chunk, LOG2_E, Pair, all_of_block, exp2, half, keep_loop, zeros,
+};
 use burn::tensor::bf16;
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 
@@ -108,7 +110,7 @@ pub fn load_weights(
     }
 }
 
-/// Eight channels of the decay between two rows of sums: 2^(P_to − P_from), times a weight.
+/// Eight channels of the decay between two rows of sums: 2^(P_to − P_from).
 #[cube]
 fn factors(
     sums: &SharedMemory<f32>,
@@ -122,10 +124,10 @@ fn factors(
     let mut factors = Array::<f32>::new(CHUNK);
     #[unroll]
     for q in 0..2usize {
-        let (later, earlier) = (quads[to * row + chunk * 2 + q], quads[from * row + chunk * 2 + q]);
+        let (to_row, from_row) = (quads[to * row + chunk * 2 + q], quads[from * row + chunk * 2 + q]);
         #[unroll]
         for i in 0..4usize {
-            factors[comptime!(4 * q + i)] = exp2(min(later[i] - earlier[i], 0f32));
+            factors[comptime!(4 * q + i)] = exp2(to_row[i] - from_row[i]);
         }
     }
     factors
@@ -142,16 +144,44 @@ fn scaled(value: Chunk, factors: &Array<f32>, weight: f32) -> Chunk {
     scaled
 }
 
-/// Multiplies the rows of a matrix by their decays between two rows of sums, and by weights: from the chunk's start to
-/// the token, before its own decay if `before`, or from the token to the chunk's end.
+/// The row of sums at the middle of the chunk.
+const MIDDLE: usize = CHUNK_TOKENS / 2;
+
+/// The most decay of half a chunk, base 2, for which the middle serves as the reference of all pairs: factors then stay
+/// within 2^±60, and their products, also of pairs that do not count, within f32.
+const MOST_DECAY: f32 = 60.0;
+
+/// Whether all decays of the chunk can be split at its middle. All threads call it.
+#[cube]
+pub fn is_mild(sums: &SharedMemory<f32>, #[comptime] d: usize) -> bool {
+    let row = comptime!(row_of_sums(d));
+    let channel = UNIT_POS as usize % d;
+    let middle = sums[comptime!(MIDDLE * row) + channel];
+    let last = sums[comptime!(CHUNK_TOKENS * row) + channel];
+    all_of_block(middle >= -MOST_DECAY && last - middle >= -MOST_DECAY)
+}
+
+/// What a token does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Role {
+    /// It reads.
+    Reads,
+    /// It writes, times its weight if there are weights.
+    WritesWeighted,
+    /// It writes.
+    Writes,
+}
+
+/// Multiplies the rows of a matrix by their decays from a row of sums, for readers, or to it, for writers. `after` is 1, or
+/// 0 for readers that read before the decay of their own token.
 #[cube]
 pub fn scale_rows_by(
     arena: &mut SharedMemory<Chunk>,
     sums: &SharedMemory<f32>,
     weights: &SharedMemory<f32>,
-    #[comptime] since_start: bool,
-    #[comptime] before: bool,
-    #[comptime] weighted: bool,
+    after: usize,
+    #[comptime] role: Role,
+    #[comptime] reference: usize,
     #[comptime] from: Matrix,
     #[comptime] to: Matrix,
     #[comptime] d: usize,
@@ -160,21 +190,16 @@ pub fn scale_rows_by(
     for round in 0..comptime!(rounds(CHUNK_TOKENS, d)) {
         let at = Own::new(round, CHUNK_TOKENS, d);
         if at.exists {
-            let mut own = at.row + 1;
-            if comptime!(before) {
-                own = at.row;
-            }
-            let mut later = own;
-            let mut earlier = usize::cast_from(0u32);
-            if comptime!(!since_start) {
-                later = CHUNK_TOKENS.runtime();
-                earlier = own;
-            }
+            let reference = reference.runtime();
+            let factors = if comptime!(role == Role::Reads) {
+                factors(sums, at.row + after, reference, at.chunk, d)
+            } else {
+                factors(sums, reference, at.row + 1, at.chunk, d)
+            };
             let mut weight = f32::cast_from(1f32);
-            if comptime!(weighted) {
+            if comptime!(role == Role::WritesWeighted) {
                 weight = weights[at.row];
             }
-            let factors = factors(sums, later, earlier, at.chunk, d);
             let value = arena[from.at + at.row * from.row + at.chunk];
             arena[to.at + at.row * to.row + at.chunk] = scaled(value, &factors, weight);
         }
@@ -190,12 +215,31 @@ pub struct Operands {
     pub correction: Matrix,
     /// The keys of values beside corrections.
     pub key: Matrix,
-    /// Of a level: the readers of its later halves and the corrections of its earlier halves.
+    /// Decayed: the readers of a level's later halves and the corrections of its earlier halves; or, split at the middle,
+    /// all readers.
     pub x: Matrix,
-    /// Of a level: keys.
+    /// Decayed keys.
     pub y: Matrix,
-    /// Whether readers read before the decay of their own token.
-    pub before: bool,
+    /// Corrections, decayed to the middle.
+    pub w: Matrix,
+}
+
+/// Writes all vectors, decayed between their tokens and the middle of the chunk.
+#[cube]
+fn scale_by_middle(
+    arena: &mut SharedMemory<Chunk>,
+    sums: &SharedMemory<f32>,
+    weights: &SharedMemory<f32>,
+    after: usize,
+    #[comptime] o: Operands,
+    #[comptime] config: DiagonalConfig,
+) {
+    let d = comptime!(config.head_dim);
+    scale_rows_by(arena, sums, weights, after, Role::Reads, MIDDLE, o.reader, o.x, d);
+    scale_rows_by(arena, sums, weights, after, comptime!(config.corrects_by()), MIDDLE, o.correction, o.w, d);
+    if comptime!(config.writers() == 2) {
+        scale_rows_by(arena, sums, weights, after, Role::Writes, MIDDLE, o.key, o.y, d);
+    }
 }
 
 /// Whether a token reads at the level of `half`, a power of two.
@@ -216,6 +260,7 @@ fn scale_level(
     arena: &mut SharedMemory<Chunk>,
     sums: &SharedMemory<f32>,
     weights: &SharedMemory<f32>,
+    after: usize,
     half: u32,
     #[comptime] o: Operands,
     #[comptime] config: DiagonalConfig,
@@ -227,10 +272,7 @@ fn scale_level(
         if at.exists {
             let reads = reads(at.row as u32, half);
             let last_writer = last_writer(at.row as u32, half) as usize;
-            let mut own = at.row + 1;
-            if comptime!(o.before) {
-                own = select(reads, at.row, own);
-            }
+            let own = at.row + select(reads, after, usize::cast_from(1u32));
             let (later, earlier) = (select(reads, own, last_writer), select(reads, last_writer, own));
             let factors = factors(sums, later, earlier, at.chunk, d);
             let mut weight = f32::cast_from(1f32);
@@ -317,6 +359,7 @@ pub fn scores(
     arena: &mut SharedMemory<Chunk>,
     sums: &SharedMemory<f32>,
     weights: &SharedMemory<f32>,
+    after: usize,
     #[comptime] own: bool,
     #[comptime] o: Operands,
     #[comptime] config: DiagonalConfig,
@@ -324,51 +367,85 @@ pub fn scores(
     let d = comptime!(config.head_dim);
     let (block, writer) = block_and_writer();
     let exists = writer < comptime!(config.writers());
-    let writer_at = select(writer == 0, comptime!(o.x.at).runtime(), comptime!(o.y.at).runtime());
+    let corrects = writer == 0;
     let mut scores = Scores { far: zeros(2usize), middle: zeros(2usize), near: zeros(2usize) };
-
-    scale_level(arena, sums, weights, 32u32.runtime(), o, config);
-    sync_cube();
-    if exists {
-        let (row, column) = (32 + block / 2 * BLOCK, block % 2 * BLOCK);
-        add_block(arena, &mut scores.far, row, writer_at, column, o.x, d);
-    }
-    sync_cube();
-    scale_level(arena, sums, weights, 16u32.runtime(), o, config);
-    sync_cube();
-    if exists && block < 2 {
-        let column = block * 32;
-        add_block(arena, &mut scores.middle, column + BLOCK, writer_at, column, o.x, d);
-    }
-    sync_cube();
-
-    let first = block * BLOCK;
-    if comptime!(own) {
-        let at = select(
-            writer == 0,
-            comptime!(o.correction.at).runtime(),
-            comptime!(o.key.at).runtime(),
-        );
-        if exists {
-            let mut products = zeros(2usize);
-            add_block(arena, &mut products, first, at, first, o.reader, d);
-            add_where(&mut scores.near, &products, weights, writer, 0u32.runtime(), config);
-        }
-    }
-    let mut half = u32::cast_from(8u32);
-    keep_loop();
-    for _ in 0..4usize {
-        scale_level(arena, sums, weights, half, o, config);
+    let (far, below, first) = (32 + block / 2 * BLOCK, block * 32, block * BLOCK);
+    if is_mild(sums, d) {
+        scale_by_middle(arena, sums, weights, after, o, config);
         sync_cube();
         if exists {
-            let mut products = zeros(2usize);
-            add_block(arena, &mut products, first, writer_at, first, o.x, d);
-            add_where(&mut scores.near, &products, weights, writer, half, config);
+            let at = select(corrects, comptime!(o.w.at).runtime(), comptime!(o.y.at).runtime());
+            add_block(arena, &mut scores.far, far, at, block % 2 * BLOCK, o.x, d);
+            if block < 2 {
+                add_block(arena, &mut scores.middle, below + BLOCK, at, below, o.x, d);
+            }
+            add_block(arena, &mut scores.near, first, at, first, o.x, d);
+            keep_lower(&mut scores.near, own);
         }
         sync_cube();
-        half >>= 1;
+    } else {
+        let at = select(corrects, comptime!(o.x.at).runtime(), comptime!(o.y.at).runtime());
+        scale_level(arena, sums, weights, after, 32u32.runtime(), o, config);
+        sync_cube();
+        if exists {
+            add_block(arena, &mut scores.far, far, at, block % 2 * BLOCK, o.x, d);
+        }
+        sync_cube();
+        scale_level(arena, sums, weights, after, 16u32.runtime(), o, config);
+        sync_cube();
+        if exists && block < 2 {
+            add_block(arena, &mut scores.middle, below + BLOCK, at, below, o.x, d);
+        }
+        sync_cube();
+
+        if comptime!(own) {
+            let (correction, key) = comptime!((o.correction.at, o.key.at));
+            let at = select(corrects, correction.runtime(), key.runtime());
+            if exists {
+                let mut products = zeros(2usize);
+                add_block(arena, &mut products, first, at, first, o.reader, d);
+                add_where(&mut scores.near, &products, weights, writer, 0u32.runtime(), config);
+            }
+        }
+        let mut half = u32::cast_from(8u32);
+        keep_loop();
+        for _ in 0..4usize {
+            scale_level(arena, sums, weights, after, half, o, config);
+            sync_cube();
+            if exists {
+                let mut products = zeros(2usize);
+                add_block(arena, &mut products, first, at, first, o.x, d);
+                add_where(&mut scores.near, &products, weights, writer, half, config);
+            }
+            sync_cube();
+            half >>= 1;
+        }
     }
     scores
+}
+
+/// Sets the scores of a block on the diagonal to 0 whose writers are not before their readers or, with `own`, at them.
+#[cube]
+fn keep_lower(near: &mut Accumulator, #[comptime] own: bool) {
+    let lane = UNIT_POS_PLANE;
+    #[unroll]
+    for f in 0..2usize {
+        let block = near.index_mut(f);
+        #[unroll]
+        for r in 0..2usize {
+            let mut end = lane / 4 + comptime!((8 * r) as u32);
+            if comptime!(own) {
+                end += 1;
+            }
+            let mut value = block[r];
+            #[unroll]
+            for c in 0..2usize {
+                let s = lane % 4 * 2 + comptime!((8 * f + c) as u32);
+                value[c] = select(s < end, value[c], 0f32);
+            }
+            block[r] = value;
+        }
+    }
 }
 
 /// Adds the products of readers with writers that meet at a level, or, for `half` = 0, of tokens with themselves.
@@ -471,8 +548,8 @@ pub struct Near {
     pub key: Accumulator,
     /// Of the sums of log decays at the tokens.
     pub of_sums: Accumulator,
-    /// Of the sums at the tokens before, for readers that read before the decay of their own token.
-    pub of_earlier: Accumulator,
+    /// Of the sums up to which the present readers read, if some read before the decay of their own token.
+    pub of_readers: Accumulator,
 }
 
 /// Adds the gradients that reach vectors by the scores, whose gradients `d_scores`, with corrections and with keys, are 0
@@ -484,12 +561,55 @@ pub fn add_near(
     weights: &SharedMemory<f32>,
     near: &mut Near,
     tile: &WarpTile,
-    #[comptime] own: bool,
+    after: usize,
+    own: bool,
     #[comptime] d_scores: [Matrix; 2],
     #[comptime] o: Operands,
     #[comptime] config: DiagonalConfig,
 ) {
-    if comptime!(own) {
+    if is_mild(sums, comptime!(config.head_dim)) {
+        scale_by_middle(arena, sums, weights, after, o, config);
+        sync_cube();
+        if tile.exists {
+            // No block is too small for its tokens to be told apart: d_scores has zeros where there is no score.
+            let (first, half) = (tile.down * BLOCK, 32u32.runtime());
+            let (earlier, later) = (tile.down as u32 + 1, 4 - tile.down as u32);
+            let mut acc = zeros(comptime!(config.fragments()));
+            add_reads(arena, &mut acc, tile, first, 0usize.runtime(), earlier, half, d_scores[0], o.w, config);
+            if comptime!(config.writers() == 2) {
+                add_reads(arena, &mut acc, tile, first, 0usize.runtime(), earlier, half, d_scores[1], o.y, config);
+            }
+            add_of_readers(arena, sums, near, &acc, tile, half, after, o, config);
+            let mut acc = zeros(comptime!(config.fragments()));
+            add_writes(arena, &mut acc, tile, first, first, later, half, d_scores[0], o.x, config);
+            add_of_level(arena, sums, &mut near.correction, &mut near.of_sums, &acc, tile, half, 1usize.runtime(), false, o.w, config);
+            if comptime!(config.writers() == 2) {
+                let mut acc = zeros(comptime!(config.fragments()));
+                add_writes(arena, &mut acc, tile, first, first, later, half, d_scores[1], o.x, config);
+                add_of_level(arena, sums, &mut near.key, &mut near.of_sums, &acc, tile, half, 1usize.runtime(), false, o.y, config);
+            }
+        }
+        sync_cube();
+    } else {
+        add_levels(arena, sums, weights, near, tile, after, own, d_scores, o, config);
+    }
+}
+
+/// [`add_near`], level by level.
+#[cube]
+fn add_levels(
+    arena: &mut SharedMemory<Chunk>,
+    sums: &SharedMemory<f32>,
+    weights: &SharedMemory<f32>,
+    near: &mut Near,
+    tile: &WarpTile,
+    after: usize,
+    own: bool,
+    #[comptime] d_scores: [Matrix; 2],
+    #[comptime] o: Operands,
+    #[comptime] config: DiagonalConfig,
+) {
+    if own {
         if tile.exists {
             add_own(arena, weights, near, tile, d_scores, o, config);
         }
@@ -497,7 +617,7 @@ pub fn add_near(
     let mut half = u32::cast_from(32u32);
     keep_loop();
     for _ in 0..6usize {
-        scale_level(arena, sums, weights, half, o, config);
+        scale_level(arena, sums, weights, after, half, o, config);
         sync_cube();
         if tile.exists {
             let first = tile.down * BLOCK;
@@ -514,21 +634,17 @@ pub fn add_near(
                 if comptime!(config.writers() == 2) {
                     add_reads(arena, &mut acc, tile, first, from, steps, half, d_scores[1], o.y, config);
                 }
-                if comptime!(o.before) {
-                    add_of_level(arena, sums, &mut near.reader, &mut near.of_earlier, &acc, tile, half, true, o.x, o, config);
-                } else {
-                    add_of_level(arena, sums, &mut near.reader, &mut near.of_sums, &acc, tile, half, true, o.x, o, config);
-                }
+                add_of_readers(arena, sums, near, &acc, tile, half, after, o, config);
             }
             if !reads || !far {
                 let from = select(far, boundary as usize, first);
                 let mut acc = zeros(comptime!(config.fragments()));
                 add_writes(arena, &mut acc, tile, first, from, steps, half, d_scores[0], o.x, config);
-                add_of_level(arena, sums, &mut near.correction, &mut near.of_sums, &acc, tile, half, false, o.x, o, config);
+                add_of_level(arena, sums, &mut near.correction, &mut near.of_sums, &acc, tile, half, 1usize.runtime(), false, o.x, config);
                 if comptime!(config.writers() == 2) {
                     let mut acc = zeros(comptime!(config.fragments()));
                     add_writes(arena, &mut acc, tile, first, from, steps, half, d_scores[1], o.x, config);
-                    add_of_level(arena, sums, &mut near.key, &mut near.of_sums, &acc, tile, half, false, o.y, o, config);
+                    add_of_level(arena, sums, &mut near.key, &mut near.of_sums, &acc, tile, half, 1usize.runtime(), false, o.y, config);
                 }
             }
         }
@@ -582,6 +698,26 @@ fn add_own(
     }
 }
 
+/// [`add_of_level`] of readers.
+#[cube]
+fn add_of_readers(
+    arena: &SharedMemory<Chunk>,
+    sums: &SharedMemory<f32>,
+    near: &mut Near,
+    acc: &Accumulator,
+    tile: &WarpTile,
+    half: u32,
+    after: usize,
+    #[comptime] o: Operands,
+    #[comptime] config: DiagonalConfig,
+) {
+    if comptime!(config.reads_before()) {
+        add_of_level(arena, sums, &mut near.reader, &mut near.of_readers, acc, tile, half, after, true, o.x, config);
+    } else {
+        add_of_level(arena, sums, &mut near.reader, &mut near.of_sums, acc, tile, half, after, true, o.x, config);
+    }
+}
+
 /// Adds what a level has: the decayed gradients to those of the vectors, and their products with the vectors, as decayed
 /// and rounded, to those of the sums. So what a pair adds to its reader's sum is what it takes from its writer's.
 #[cube]
@@ -593,9 +729,9 @@ fn add_of_level(
     acc: &Accumulator,
     tile: &WarpTile,
     half: u32,
+    after: usize,
     #[comptime] reads: bool,
     #[comptime] from: Matrix,
-    #[comptime] o: Operands,
     #[comptime] config: DiagonalConfig,
 ) {
     let row_len = comptime!(row_of_sums(config.head_dim));
@@ -603,25 +739,17 @@ fn add_of_level(
     for r in 0..2usize {
         let row = tile.row(r);
         let last_writer = last_writer(row as u32, half) as usize;
-        let mut own = row + 1;
-        if comptime!(o.before && reads) {
-            own = row;
-        }
+        let own = row + after;
         #[unroll]
         for f in 0..comptime!(config.fragments()) {
             let column = tile.column(f);
             let value = acc.index(f)[r];
             let (vector, of_sum) = (vectors.index_mut(f), of_sums.index_mut(f));
-            let mut factor = Pair::empty();
-            #[unroll]
-            for c in 0..2usize {
-                let (at, reference) = (sums[own * row_len + column + c], sums[last_writer * row_len + column + c]);
-                let mut exponent = at - reference;
-                if comptime!(!reads) {
-                    exponent = reference - at;
-                }
-                factor[c] = exp2(min(exponent, 0f32));
-            }
+            let (at, reference) = (sum_pair(sums, own * row_len + column), sum_pair(sums, last_writer * row_len + column));
+            let exponent = if comptime!(reads) { at - reference } else { reference - at };
+            // At levels of less than a block, of a token that has the other role, whose gradient is 0, it may be any.
+            let limit = f32::cast_from(MOST_DECAY);
+            let factor = pair(exp2(min(exponent[0], limit)), exp2(min(exponent[1], limit)));
             vector[r] = vector[r] + value * factor;
             let product = value * read_pair(arena, row, column, from);
             of_sum[r] = if comptime!(reads) { of_sum[r] + product } else { of_sum[r] - product };
@@ -739,23 +867,22 @@ pub fn far_factor(
     sums: &SharedMemory<f32>,
     row: usize,
     column: usize,
+    after: usize,
     #[comptime] since_start: bool,
-    #[comptime] before: bool,
     #[comptime] d: usize,
 ) -> Pair {
     let row_len = comptime!(row_of_sums(d));
-    let mut own = row + 1;
-    if comptime!(before) {
-        own = row;
-    }
-    let mut factor = pair(0f32, 0f32);
-    #[unroll]
-    for c in 0..2usize {
-        let mut exponent = sums[own * row_len + column + c];
-        if comptime!(!since_start) {
-            exponent = min(sums[comptime!(CHUNK_TOKENS * row_len) + column + c] - exponent, 0f32);
-        }
-        factor[c] = exp2(exponent);
-    }
-    factor
+    let at = sum_pair(sums, (row + after) * row_len + column);
+    let exponent = if comptime!(since_start) {
+        at
+    } else {
+        sum_pair(sums, comptime!(CHUNK_TOKENS * row_len) + column) - at
+    };
+    pair(exp2(exponent[0]), exp2(exponent[1]))
+}
+
+/// Two sums at an even place.
+#[cube]
+fn sum_pair(sums: &SharedMemory<f32>, at: usize) -> Pair {
+    sums.to_slice().into_vectorized().with_vector_size::<Const<2>>()[at / 2]
 }

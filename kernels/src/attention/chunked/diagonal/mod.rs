@@ -7,8 +7,8 @@
 //! 3. `scan`: the state before each chunk.
 //! 4. `output`.
 //!
-//! Backward, 1 and 2 run again; then the scan from the last chunk to the first, the values' gradients, and `gradients`,
-//! which goes back through 1 and 2. Every sum has one owner and a fixed order: equal inputs give equal bits.
+//! Backward, the scan from the last chunk to the first, the values' gradients, and `gradients`, which goes back through 1
+//! and 2. Every sum has one owner and a fixed order: equal inputs give equal bits.
 
 mod gradients;
 mod levels;
@@ -30,9 +30,8 @@ use self::scan::ScanArraysLaunch;
 use self::transform::TransformArraysLaunch;
 use super::memory::SizesLaunch;
 use super::{CHUNK_TOKENS, THREADS, serves};
-use crate::attention::{AttentionShape, ExecPath};
+use crate::attention::AttentionShape;
 use crate::cuda::{CudaTensor, buffer, contiguous, empty, multiprocessors};
-use crate::device::DeviceKind;
 use crate::ops::cuda::{as_u32, dim, dims, nothing};
 use crate::tile::{CHUNK, Chunk};
 
@@ -57,8 +56,6 @@ pub struct DiagonalConfig {
     /// Channels of a value that are in shared memory at a time: 16, 32 or 64, a divisor of `value_dim`.
     columns: usize,
     update: Update,
-    /// Whether to write what only the backward pass reads.
-    keeps: bool,
 }
 
 impl DiagonalConfig {
@@ -81,9 +78,19 @@ impl DiagonalConfig {
         matches!(self.update, Update::Replace)
     }
 
+    /// The row of sums, from its token's on, up to which a removal key reads.
+    const fn reads_after(&self) -> usize {
+        if self.reads_before() { 0 } else { 1 }
+    }
+
     /// Whether corrections have weights, β.
     const fn is_weighted(&self) -> bool {
         matches!(self.update, Update::Delta)
+    }
+
+    /// What corrections do.
+    const fn corrects_by(&self) -> levels::Role {
+        if self.is_weighted() { levels::Role::WritesWeighted } else { levels::Role::Writes }
     }
 
     /// Fragments of a warp's part of 64 tokens of head_dim channels.
@@ -147,8 +154,10 @@ pub enum Corrections {
 /// The gradients of a call's inputs: of their shapes and types, in the same places.
 pub type Grads = Diagonal;
 
-/// What a chunk does and what is read of it, whatever its values are.
-struct Prepared {
+/// What the forward pass leaves for the backward pass: what each chunk does and what is read of it, whatever its values
+/// are, and the states.
+#[derive(Clone, Debug)]
+pub struct Saved {
     /// K, `[rows, seq_len, head_dim]` in bf16.
     keys: CudaTensor,
     /// `[rows, chunks, head_dim]` in f32.
@@ -157,10 +166,13 @@ struct Prepared {
     queries: CudaTensor,
     /// C, `[rows, group, chunks, 64, 64]` in bf16.
     scores: CudaTensor,
+    /// The states before the chunks, `[rows, chunks, head_dim, value_dim]` in bf16.
+    states: CudaTensor,
     corrected: Option<Corrected>,
 }
 
 /// What there is for corrections, in bf16.
+#[derive(Clone, Debug)]
 struct Corrected {
     /// G, `[rows, chunks, head_dim, head_dim]`.
     change: CudaTensor,
@@ -168,33 +180,54 @@ struct Corrected {
     transfer: CudaTensor,
     /// W, `[rows, chunks, 64, head_dim]`.
     reads: CudaTensor,
-    /// Y, as T, and D, as C, for the backward pass.
-    kept: Option<[CudaTensor; 2]>,
+    /// Y, as T.
+    inverse: CudaTensor,
+    /// D, as C.
+    of_corrections: CudaTensor,
 }
 
-/// Bytes per token that the core saves for each row beside its inputs.
-pub fn saved_bytes(head_dim: usize, value_dim: usize) -> f64 {
-    2.0 * (head_dim * value_dim) as f64 / CHUNK_TOKENS as f64
-}
-
-/// Bytes per token that the backward pass of a layer takes for a time; 0 on other paths.
-pub fn temporary_bytes(
-    update: Update,
-    shape: &AttentionShape,
-    value_dim: usize,
-    path: ExecPath,
-) -> f64 {
-    if path != ExecPath::Kernel(DeviceKind::Cuda) {
-        return 0.0;
+impl Saved {
+    /// The tensors, in a fixed order.
+    pub fn into_tensors(self) -> Vec<CudaTensor> {
+        let Saved { keys, decay, queries, scores, states, corrected } = self;
+        let corrected = corrected.into_iter().flat_map(|x| {
+            [x.change, x.transfer, x.reads, x.inverse, x.of_corrections]
+        });
+        [keys, decay, queries, scores, states].into_iter().chain(corrected).collect()
     }
+
+    /// The inverse of [`Saved::into_tensors`].
+    ///
+    /// # Panics
+    /// For another number of tensors.
+    pub fn from_tensors(tensors: &[CudaTensor]) -> Self {
+        let [keys, decay, queries, scores, states, corrected @ ..] = tensors else {
+            panic!("{} tensors saved", tensors.len())
+        };
+        let corrected = match corrected {
+            [] => None,
+            [change, transfer, reads, inverse, of_corrections] => {
+                let [change, transfer, reads, inverse, of_corrections] =
+                    [change, transfer, reads, inverse, of_corrections].map(CudaTensor::clone);
+                Some(Corrected { change, transfer, reads, inverse, of_corrections })
+            }
+            _ => panic!("{} tensors saved", tensors.len()),
+        };
+        let [keys, decay, queries, scores, states] =
+            [keys, decay, queries, scores, states].map(CudaTensor::clone);
+        Saved { keys, decay, queries, scores, states, corrected }
+    }
+}
+
+/// Bytes per token that the core saves of a layer beside its inputs.
+pub fn saved_bytes(update: Update, shape: &AttentionShape, value_dim: usize) -> f64 {
     let (d, chunk) = (shape.head_dim as f64, CHUNK_TOKENS as f64);
     let corrects = f64::from(u8::from(update != Update::Additive));
-    // Of each query head Q, C and D; of each row K and the gradients of states, and G, T, W and Y.
+    // Of each query head Q, C and D; of each row K, the decay in f32, the states, and G, T, W and Y.
     let of_head = d + chunk * (1.0 + corrects);
-    let of_row = d + corrects * (d * d / chunk + d + 2.0 * chunk);
-    let states = saved_bytes(shape.head_dim, value_dim);
+    let of_row = d + 2.0 * d / chunk + d * value_dim as f64 / chunk;
+    let of_row = of_row + corrects * (d * d / chunk + d + 2.0 * chunk);
     2.0 * (shape.heads as f64 * of_head + shape.kv_heads as f64 * of_row)
-        + shape.kv_heads as f64 * states
 }
 
 impl Diagonal {
@@ -258,23 +291,23 @@ impl Diagonal {
     }
 
     /// The configuration of kernels that hold at most `most` channels of values in shared memory.
-    fn config(&self, most: usize, keeps: bool) -> DiagonalConfig {
+    fn config(&self, most: usize) -> DiagonalConfig {
         let [.., head_dim, value_dim] = self.sizes();
         let mut columns = most;
         while !value_dim.is_multiple_of(columns) {
             columns /= 2;
         }
-        DiagonalConfig { head_dim, value_dim, columns, update: self.update(), keeps }
+        DiagonalConfig { head_dim, value_dim, columns, update: self.update() }
     }
 
     /// The configuration of scans: the widest parts that still give all multiprocessors a block.
     fn scan_config(&self) -> DiagonalConfig {
         let enough = |most: usize| {
-            let parts = self.config(most, false).parts();
+            let parts = self.config(most).parts();
             self.sizes()[0] * parts >= multiprocessors(&self.q.client)
         };
         let most = [32].into_iter().find(|most| enough(*most)).unwrap_or(16);
-        self.config(most, false)
+        self.config(most)
     }
 
     fn inputs(&self) -> DiagonalInputsLaunch<CudaRuntime> {
@@ -293,139 +326,125 @@ impl Diagonal {
         )
     }
 
-    /// y `[rows, group, seq_len, value_dim]` in bf16, and the states before the chunks,
-    /// `[rows, chunks, head_dim, value_dim]` in bf16.
-    pub fn forward(&self) -> [CudaTensor; 2] {
+    /// y `[rows, group, seq_len, value_dim]` in bf16.
+    pub fn forward(&self) -> (CudaTensor, Saved) {
         let call = self.checked();
-        let prepared = call.prepare(false);
-        let states = call.scan(&prepared, &call.v, false);
-        let [rows, group, seq_len, _, value_dim] = call.sizes();
-        let o = empty(&call.q, &[rows, group, seq_len, value_dim], DType::BF16);
-        // SAFETY: the kernel stays within the rows' tokens and chunks.
-        unsafe {
-            output::diagonal_output::launch_unchecked::<CudaRuntime>(
-                &call.q.client,
-                CubeCount::Static(as_u32(rows * group * call.chunks()), 1, 1),
-                dim(THREADS),
-                OutputArraysLaunch::new(
-                    buffer(&prepared.queries, CHUNK),
-                    buffer(&prepared.scores, CHUNK),
-                    buffer(&call.v, CHUNK),
-                    buffer(&states, CHUNK),
-                    buffer(&o, 2),
-                ),
-                call.launch_sizes(),
-                call.config(64, false),
-            );
-        }
-        [o, states]
-    }
-
-    fn prepare(&self, keeps: bool) -> Prepared {
-        let [rows, group, seq_len, d, _] = self.sizes();
-        let (chunks, like) = (self.chunks(), &self.q);
+        let [rows, group, seq_len, d, value_dim] = call.sizes();
+        let (chunks, like, all) = (call.chunks(), &call.q, CHUNK_TOKENS);
         let of = |shape: &[usize]| empty(like, shape, DType::BF16);
-        let all = CHUNK_TOKENS;
-        let corrects = self.update() != Update::Additive;
-        let prepared = Prepared {
+        let corrects = call.update() != Update::Additive;
+        let saved = Saved {
             keys: of(&[rows, seq_len, d]),
             decay: empty(like, &[rows, chunks, d], DType::F32),
             queries: of(&[rows, group, seq_len, d]),
             scores: of(&[rows, group, chunks, all, all]),
+            states: of(&[rows, chunks, d, value_dim]),
             corrected: corrects.then(|| Corrected {
                 change: of(&[rows, chunks, d, d]),
                 transfer: of(&[rows, chunks, all, all]),
                 reads: of(&[rows, chunks, all, d]),
-                kept: keeps
-                    .then(|| [of(&[rows, chunks, all, all]), of(&[rows, group, chunks, all, all])]),
+                inverse: of(&[rows, chunks, all, all]),
+                of_corrections: of(&[rows, group, chunks, all, all]),
             }),
         };
-        let Prepared { keys, decay, queries, scores, corrected } = &prepared;
-        let or_nothing = |x: Option<&CudaTensor>, lanes| match x {
-            Some(x) => buffer(x, lanes),
-            None => buffer(keys, lanes),
-        };
+        let Saved { keys, decay, queries, scores, states, corrected } = &saved;
         let corrected = corrected.as_ref();
-        let kept = corrected.and_then(|x| x.kept.as_ref());
-        let config = self.config(64, keeps);
+        let or_nothing = |x: Option<&CudaTensor>, lanes| buffer(x.unwrap_or(keys), lanes);
+        let o = of(&[rows, group, seq_len, value_dim]);
+        let config = call.config(64);
         // SAFETY: the kernels stay within the rows' tokens and chunks.
         unsafe {
             transform::diagonal_transform::launch_unchecked::<CudaRuntime>(
                 &like.client,
                 CubeCount::Static(as_u32(rows * chunks), 1, 1),
                 dim(THREADS),
-                self.inputs(),
+                call.inputs(),
                 TransformArraysLaunch::new(
                     buffer(keys, 2),
                     buffer(decay, 1),
                     or_nothing(corrected.map(|x| &x.change), 2),
                     or_nothing(corrected.map(|x| &x.transfer), CHUNK),
                     or_nothing(corrected.map(|x| &x.reads), 2),
-                    or_nothing(kept.map(|x| &x[0]), CHUNK),
+                    or_nothing(corrected.map(|x| &x.inverse), CHUNK),
                 ),
-                self.launch_sizes(),
+                call.launch_sizes(),
                 config,
             );
             queries::diagonal_queries::launch_unchecked::<CudaRuntime>(
                 &like.client,
                 CubeCount::Static(as_u32(rows * group * chunks), 1, 1),
                 dim(THREADS),
-                self.inputs(),
+                call.inputs(),
                 QueryArraysLaunch::new(
                     or_nothing(corrected.map(|x| &x.transfer), CHUNK),
                     or_nothing(corrected.map(|x| &x.reads), CHUNK),
                     buffer(queries, 2),
                     buffer(scores, 2),
-                    or_nothing(kept.map(|x| &x[1]), 2),
+                    or_nothing(corrected.map(|x| &x.of_corrections), 2),
                 ),
-                self.launch_sizes(),
+                call.launch_sizes(),
                 config,
             );
         }
-        prepared
+        call.scan(&saved, &call.v, states, false);
+        // SAFETY: as above.
+        unsafe {
+            output::diagonal_output::launch_unchecked::<CudaRuntime>(
+                &like.client,
+                CubeCount::Static(as_u32(rows * group * chunks), 1, 1),
+                dim(THREADS),
+                OutputArraysLaunch::new(
+                    buffer(queries, CHUNK),
+                    buffer(scores, CHUNK),
+                    buffer(&call.v, CHUNK),
+                    buffer(states, CHUNK),
+                    buffer(&o, 2),
+                ),
+                call.launch_sizes(),
+                config,
+            );
+        }
+        (o, saved)
     }
 
-    /// The states before the chunks; or, `back`, the gradients of those after them, where `values` is that of the
-    /// output.
-    fn scan(&self, prepared: &Prepared, values: &CudaTensor, back: bool) -> CudaTensor {
-        let [rows, _, _, d, value_dim] = self.sizes();
-        let states = empty(&self.q, &[rows, self.chunks(), d, value_dim], DType::BF16);
+    /// Computes the states before the chunks; or, `back`, the gradients of those after them, where `values` is that of
+    /// the output.
+    fn scan(&self, saved: &Saved, values: &CudaTensor, states: &CudaTensor, back: bool) {
         let config = self.scan_config();
-        let vectors = if back { &prepared.queries } else { &prepared.keys };
-        let change = prepared.corrected.as_ref().map_or(vectors, |x| &x.change);
-        // SAFETY: as in `prepare`.
+        let vectors = if back { &saved.queries } else { &saved.keys };
+        let change = saved.corrected.as_ref().map_or(vectors, |x| &x.change);
+        // SAFETY: as in `forward`.
         unsafe {
             scan::diagonal_scan::launch_unchecked::<CudaRuntime>(
                 &self.q.client,
-                CubeCount::Static(as_u32(rows * config.parts()), 1, 1),
+                CubeCount::Static(as_u32(self.sizes()[0] * config.parts()), 1, 1),
                 dim(THREADS),
                 ScanArraysLaunch::new(
                     buffer(vectors, CHUNK),
                     buffer(values, CHUNK),
-                    buffer(&prepared.decay, 1),
+                    buffer(&saved.decay, 1),
                     buffer(change, CHUNK),
-                    buffer(&states, CHUNK),
+                    buffer(states, CHUNK),
                 ),
                 self.launch_sizes(),
                 back,
                 config,
             );
         }
-        states
     }
 
-    /// The gradients, where `states` are those of [`Diagonal::forward`], and `grad` is that of y.
+    /// The gradients, where `grad` is that of y.
     ///
     /// # Panics
     /// When its shape or type is another than y's.
-    pub fn backward(&self, states: &CudaTensor, grad: &CudaTensor) -> Grads {
+    pub fn backward(&self, saved: &Saved, grad: &CudaTensor) -> Grads {
         let call = self.checked();
         let [rows, group, seq_len, d, value_dim] = call.sizes();
         assert_eq!(dims(grad), [rows, group, seq_len, value_dim], "the shape of the gradient");
         assert_eq!(grad.dtype, DType::BF16, "the type of the gradient");
         let (d_o, like) = (contiguous(grad), &call.q);
-        let prepared = call.prepare(true);
-        let d_states = call.scan(&prepared, &d_o, true);
+        let d_states = empty(like, &[rows, call.chunks(), d, value_dim], DType::BF16);
+        call.scan(saved, &d_o, &d_states, true);
         let vectors = || empty(like, &[rows, seq_len, d], DType::BF16);
         let grads = Diagonal {
             q: empty(like, &[rows, group, seq_len, d], DType::BF16),
@@ -443,25 +462,24 @@ impl Diagonal {
             },
         };
         let number = rows * call.chunks();
-        let config = call.config(64, true);
-        let corrected = prepared.corrected.as_ref();
-        let kept = corrected.and_then(|x| x.kept.as_ref());
-        let or_nothing = |x: Option<&CudaTensor>| buffer(x.unwrap_or(&prepared.keys), CHUNK);
+        let config = call.config(64);
+        let corrected = saved.corrected.as_ref();
+        let or_nothing = |x: Option<&CudaTensor>| buffer(x.unwrap_or(&saved.keys), CHUNK);
         let (d_removal, d_correction, d_beta) = match &grads.corrections {
             // The key is what is written.
             Corrections::None => (&grads.k, &grads.k, None),
             Corrections::Weights(beta) => (&grads.k, &grads.k, Some(beta)),
             Corrections::Vectors { removal, correction } => (removal, correction, None),
         };
-        // SAFETY: as in `prepare`.
+        // SAFETY: as in `forward`.
         unsafe {
             output::diagonal_values::launch_unchecked::<CudaRuntime>(
                 &like.client,
                 CubeCount::Static(as_u32(number * config.parts()), 1, 1),
                 dim(THREADS),
                 OutputArraysLaunch::new(
-                    buffer(&prepared.keys, CHUNK),
-                    buffer(&prepared.scores, CHUNK),
+                    buffer(&saved.keys, CHUNK),
+                    buffer(&saved.scores, CHUNK),
                     buffer(&d_o, CHUNK),
                     buffer(&d_states, CHUNK),
                     buffer(&grads.v, 2),
@@ -477,12 +495,12 @@ impl Diagonal {
                 GradientArraysLaunch::new(
                     buffer(&d_o, CHUNK),
                     buffer(&call.v, CHUNK),
-                    buffer(states, CHUNK),
+                    buffer(&saved.states, CHUNK),
                     buffer(&d_states, CHUNK),
                     or_nothing(corrected.map(|x| &x.transfer)),
                     or_nothing(corrected.map(|x| &x.reads)),
-                    or_nothing(kept.map(|x| &x[0])),
-                    or_nothing(kept.map(|x| &x[1])),
+                    or_nothing(corrected.map(|x| &x.inverse)),
+                    or_nothing(corrected.map(|x| &x.of_corrections)),
                     buffer(&grads.q, 2),
                     buffer(d_removal, 2),
                     buffer(d_correction, 2),

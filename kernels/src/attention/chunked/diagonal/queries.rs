@@ -9,7 +9,7 @@ use super::super::product::{
 use super::super::transform::ROW;
 use super::super::CHUNK_TOKENS;
 use super::levels::{
-    Operands, Target, load_sums, load_weights, scale_rows_by, scores, store_scores, sums_len,
+    Operands, Role, Target, load_sums, load_weights, scale_rows_by, scores, store_scores, sums_len,
 };
 use super::transform::add_matrix;
 use super::{DiagonalConfig, DiagonalInputs};
@@ -27,7 +27,7 @@ pub struct QueryArrays {
     pub queries: Array<Bf16Pair>,
     /// C, the scores of the chunk's values, `[rows, group, chunks, 64, 64]`.
     pub scores: Array<Bf16Pair>,
-    /// D, the scores of the chunk's corrections, likewise, if there are any and for the backward pass.
+    /// D, the scores of the chunk's corrections, likewise, if there are any.
     pub of_corrections: Array<Bf16Pair>,
 }
 
@@ -50,14 +50,15 @@ impl Layout {
         let key = Matrix::new(correction.end(CHUNK_TOKENS), d);
         let two = config.writers() == 2;
         let x = if two { Matrix::new(key.end(CHUNK_TOKENS), d) } else { key };
-        let y = Matrix::new(x.end(CHUNK_TOKENS), d);
+        let w = Matrix::new(x.end(CHUNK_TOKENS), d);
+        let y = Matrix::new(w.end(CHUNK_TOKENS), d);
         let scores = Matrix::new(correction.at, CHUNK_TOKENS);
         let transfer = Matrix::new(scores.end(CHUNK_TOKENS), CHUNK_TOKENS);
         let reads = Matrix::new(transfer.end(CHUNK_TOKENS), d);
-        let end = if two { y.end(CHUNK_TOKENS) } else { x.end(CHUNK_TOKENS) };
+        let end = if two { y.end(CHUNK_TOKENS) } else { w.end(CHUNK_TOKENS) };
         let last = if config.corrects() { reads } else { scores }.end(CHUNK_TOKENS);
         let chunks = if last > end { last } else { end };
-        let operands = Operands { reader: query, correction, key, x, y, before: false };
+        let operands = Operands { reader: query, correction, key, x, y, w };
         Layout { operands, scores, transfer, reads, chunks }
     }
 }
@@ -101,8 +102,8 @@ pub fn diagonal_queries(
     }
     load_weights(&mut weights, &inputs.beta, &of, config);
     load_sums(&mut numbers, &inputs.log_decay, &of, d);
-    let pairs = scores(&mut arena, &numbers, &weights, true, o, config);
-    scale_rows_by(&mut arena, &numbers, &weights, true, false, false, o.reader, o.reader, d);
+    let pairs = scores(&mut arena, &numbers, &weights, 1usize.runtime(), true, o, config);
+    scale_rows_by(&mut arena, &numbers, &weights, 1usize.runtime(), Role::Reads, 0usize, o.reader, o.reader, d);
     sync_cube();
     store_scores(&mut arena, &mut numbers, &pairs, 0usize, comptime!(Target::Rounded(layout.scores)));
     if comptime!(config.writers() == 2) {
@@ -122,11 +123,9 @@ pub fn diagonal_queries(
     let mut acc = zeros(comptime!(by_values.fragments()));
     let (base, row, count) = (CUBE_POS_X as usize * comptime!(CHUNK_TOKENS * CHUNK_TOKENS / 2), comptime!(CHUNK_TOKENS / 2), CHUNK_TOKENS.runtime());
     if comptime!(config.corrects()) {
-        if comptime!(config.keeps) {
-            let mut kept = zeros(comptime!(by_values.fragments()));
-            add_matrix(&arena, &mut kept, &tile, layout.scores, by_values);
-            write_rows(&mut arrays.of_corrections, &kept, &tile, base, row, count, by_values);
-        }
+        let mut of_corrections = zeros(comptime!(by_values.fragments()));
+        add_matrix(&arena, &mut of_corrections, &tile, layout.scores, by_values);
+        write_rows(&mut arrays.of_corrections, &of_corrections, &tile, base, row, count, by_values);
         if comptime!(config.writers() == 2) {
             add_numbers(&numbers, &mut acc, &tile, by_values);
         }

@@ -137,8 +137,8 @@ impl Sample {
 
     fn by_kernels(&self) -> Results {
         let (call, upstream) = self.call();
-        let [y, states] = call.forward();
-        let Diagonal { q, k, v, log_decay, corrections } = call.backward(&states, &upstream);
+        let (y, saved) = call.forward();
+        let Diagonal { q, k, v, log_decay, corrections } = call.backward(&saved, &upstream);
         let rest = match corrections {
             Corrections::None => vec![],
             Corrections::Weights(beta) => vec![beta],
@@ -370,8 +370,8 @@ fn profile() {
         };
         let grad = of([rows, 1, len, values], -1.0, 1.0, b);
         for _ in 0..2 {
-            let [_, states] = call.forward();
-            let grads = call.backward(&states, &grad);
+            let (_, saved) = call.forward();
+            let grads = call.backward(&saved, &grad);
             let _ = tensor::<Cuda, 3>(grads.k).slice([0..1, 0..1, 0..1]).into_data();
         }
     }

@@ -9,7 +9,7 @@ use super::super::product::{
 use super::super::transform::{ELEMENTS, INVERSE, ROW, SYSTEM, clear_inverse, invert, rounded};
 use super::super::CHUNK_TOKENS;
 use super::levels::{
-    Operands, Target, load_sums, load_weights, row_of_sums, scale_rows_by, scores, store_scores,
+    Operands, Role, Target, load_sums, load_weights, row_of_sums, scale_rows_by, scores, store_scores,
     sums_len,
 };
 use super::{DiagonalConfig, DiagonalInputs};
@@ -29,7 +29,7 @@ pub struct TransformArrays {
     pub transfer: Array<Chunk>,
     /// W, `[rows, chunks, 64, head_dim]`, likewise.
     pub reads: Array<Bf16Pair>,
-    /// Y, `[rows, chunks, 64, 64]`, likewise and for the backward pass.
+    /// Y, `[rows, chunks, 64, 64]`, likewise.
     pub inverse: Array<Chunk>,
 }
 
@@ -55,14 +55,16 @@ impl Layout {
         let correction = if apart { Matrix::new(removal.end(CHUNK_TOKENS), d) } else { removal };
         let key = if apart { Matrix::new(correction.end(CHUNK_TOKENS), d) } else { correction };
         let x = Matrix::new(key.end(CHUNK_TOKENS), d);
-        let y = Matrix::new(x.end(CHUNK_TOKENS), d);
+        let w = Matrix::new(x.end(CHUNK_TOKENS), d);
+        let y = Matrix::new(w.end(CHUNK_TOKENS), d);
+        let operands = Operands { reader: removal, correction, key, x, y, w };
         // Where the removal keys are the corrections, these need a place of their own when both are decayed.
         let decayed = if apart { correction } else { x };
-        let transfer = if apart { Matrix::new(x.at, CHUNK_TOKENS) } else { Matrix::new(x.end(CHUNK_TOKENS), CHUNK_TOKENS) };
+        let free = if apart { x } else { w };
+        let transfer = Matrix::new(free.at, CHUNK_TOKENS);
         let inverse = Matrix::new(transfer.end(CHUNK_TOKENS), CHUNK_TOKENS);
         let reads = Matrix::new(inverse.end(CHUNK_TOKENS), d);
-        let operands = Operands { reader: removal, correction, key, x, y, before: config.reads_before() };
-        let end = if apart { y.end(CHUNK_TOKENS) } else { x.end(CHUNK_TOKENS) };
+        let end = if apart { y.end(CHUNK_TOKENS) } else { w.end(CHUNK_TOKENS) };
         let last = if config.corrects() { reads.end(CHUNK_TOKENS) } else { end };
         let chunks = if last > end { last } else { end };
         Layout { operands, correction: decayed, transfer, inverse, reads, chunks }
@@ -118,7 +120,8 @@ pub fn diagonal_transform(
         arrays.decay[number * d + channel] = exp2(numbers[end + channel]);
     }
     if comptime!(config.corrects()) {
-        let pairs = scores(&mut arena, &numbers, &weights, false, o, config);
+        let after = comptime!(config.reads_after());
+        let pairs = scores(&mut arena, &numbers, &weights, after.runtime(), false, o, config);
         decay_vectors(&mut arena, &numbers, &weights, layout, config);
         sync_cube();
         store_scores(&mut arena, &mut numbers, &pairs, 0usize, comptime!(Target::Exact(SYSTEM)));
@@ -136,8 +139,8 @@ pub fn diagonal_transform(
             multiply(&mut numbers, comptime!(product.negative()));
             sync_cube();
         }
-        round(&mut arena, &numbers, &mut arrays.transfer, number, transfer, layout.transfer, true);
-        round(&mut arena, &numbers, &mut arrays.inverse, number, INVERSE, layout.inverse, comptime!(config.keeps));
+        round(&mut arena, &numbers, &mut arrays.transfer, number, transfer, layout.transfer);
+        round(&mut arena, &numbers, &mut arrays.inverse, number, INVERSE, layout.inverse);
         sync_cube();
         change(&mut arena, arrays, &of, layout, config);
     } else {
@@ -165,14 +168,16 @@ fn decay_vectors(
 ) {
     let d = comptime!(config.head_dim);
     let o = comptime!(layout.operands);
-    let weighted = comptime!(config.is_weighted());
     // Each thread has its elements to itself.
-    scale_rows_by(arena, sums, weights, false, false, weighted, o.correction, layout.correction, d);
+    let (to, after) = comptime!((layout.correction, config.reads_after()));
+    let corrects = comptime!(config.corrects_by());
+    let after = after.runtime();
+    scale_rows_by(arena, sums, weights, after, corrects, CHUNK_TOKENS, o.correction, to, d);
     if comptime!(config.corrects()) {
-        scale_rows_by(arena, sums, weights, true, o.before, false, o.reader, o.reader, d);
+        scale_rows_by(arena, sums, weights, after, Role::Reads, 0usize, o.reader, o.reader, d);
     }
     if comptime!(config.writers() == 2) {
-        scale_rows_by(arena, sums, weights, false, false, false, o.key, o.key, d);
+        scale_rows_by(arena, sums, weights, after, Role::Writes, CHUNK_TOKENS, o.key, o.key, d);
     }
 }
 
@@ -195,7 +200,7 @@ pub fn add_matrix(
     }
 }
 
-/// Rounds a matrix of all tokens to bf16, in shared memory and, if wanted, in global memory.
+/// Rounds a matrix of all tokens to bf16, in shared and in global memory.
 #[cube]
 fn round(
     arena: &mut SharedMemory<Chunk>,
@@ -204,17 +209,14 @@ fn round(
     number: usize,
     #[comptime] from: Place,
     #[comptime] to: Matrix,
-    #[comptime] wanted: bool,
 ) {
     #[unroll]
     for round in 0..comptime!(rounds(CHUNK_TOKENS, CHUNK_TOKENS)) {
         let at = Own::new(round, CHUNK_TOKENS, CHUNK_TOKENS);
         let rounded = rounded(numbers, &at, from);
         arena[to.at + at.row * to.row + at.chunk] = rounded;
-        if comptime!(wanted) {
-            let base = number * comptime!(CHUNK_TOKENS * CHUNK_TOKENS / CHUNK);
-            target[base + at.row * comptime!(CHUNK_TOKENS / CHUNK) + at.chunk] = rounded;
-        }
+        let base = number * comptime!(CHUNK_TOKENS * CHUNK_TOKENS / CHUNK);
+        target[base + at.row * comptime!(CHUNK_TOKENS / CHUNK) + at.chunk] = rounded;
     }
 }
 
