@@ -14,6 +14,8 @@ KERNELS = {
     "power": {"power_attn": RETENTION, "power_c256": RETENTION, "power_c1024": RETENTION},
     "linear": {"fla_gla": FLA},
     "rwkv7": {"fla_rwkv7": FLA},
+    "gated_delta_net": {"fla_gated_delta_net": FLA},
+    "kda": {"fla_kda": FLA},
     "diff": {"sdpa_flash_diff": TORCH, "sdpa_cudnn_diff": TORCH},
     "diff_rela": {"sdpa_flash_views": TORCH, "sdpa_cudnn_views": TORCH},
     "tda": {"sdpa_flash_views": TORCH, "sdpa_cudnn_views": TORCH},

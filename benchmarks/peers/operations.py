@@ -39,6 +39,12 @@ def inputs(name, shape):
             return F.logsigmoid(wide()).clamp_min(-5).bfloat16()
         case "rwkv7_log_decay":
             return (RWKV7_DECAY * wide().sigmoid()).clamp(RWKV7_DECAY, -1e-6).bfloat16()
+        case "delta_beta":
+            return normal(*per_head).sigmoid()
+        case "scalar_log_decay":  # as Gated DeltaNet's at the start: steps of 0.001 to 0.1, rates of 1 to 16
+            return -0.1 * torch.rand(per_head, device="cuda") * 16 * torch.rand(heads, device="cuda")
+        case "kda_log_decay":  # as the layer's with channels that remember
+            return -F.softplus(wide() - 3) * (1 + 15 * torch.rand(heads, 1, device="cuda"))
         case "rwkv7_a" | "rwkv7_b":
             return (0.1 * wide()).bfloat16()
     raise KeyError(name)
@@ -106,6 +112,7 @@ QKV = ["q", "k", "v"]
 FOX, POWER = [*QKV, "fox_log_decay"], [*QKV, "power_log_decay"]
 VIEWS, WIDE_VIEWS = [*QKV, "q", "k"], ["q", "k", "wide_v", "q", "k"]
 PATH = [*QKV, "path_w", "path_beta"]
+DELTA, KDA = [*QKV, "scalar_log_decay", "delta_beta"], [*QKV, "kda_log_decay", "delta_beta"]
 RWKV7 = ["r", "rwkv7_log_decay", "k", "v", "rwkv7_a", "rwkv7_b"]
 OPERATIONS = {
     "sdpa_flash": (QKV, True, lambda shape: sdpa("FLASH_ATTENTION")),
@@ -126,6 +133,15 @@ OPERATIONS = {
     "power_c256": (POWER, False, lambda shape: power(shape, 256)),
     "power_c1024": (POWER, False, lambda shape: power(shape, 1024)),
     "fla_gla": ([*QKV, "gla_log_decay"], False, lambda shape: fla("gla", "chunk_gla", first=True)),
+    "fla_gated_delta_net": (
+        DELTA, False, lambda shape: fla(
+            "gated_delta_rule", "chunk_gated_delta_rule", first=True, use_qk_l2norm_in_kernel=True,
+        ),
+    ),
+    "fla_kda": (
+        KDA, False,
+        lambda shape: fla("kda", "chunk_kda", first=True, use_qk_l2norm_in_kernel=True),
+    ),
     "fla_rwkv7": (
         RWKV7, False,
         lambda shape: fla("rwkv7", "chunk_rwkv7", first=True, safe_gate=True, chunk_size=64),

@@ -236,6 +236,21 @@ pub fn fetch(
     #[comptime] columns: usize,
 ) -> Array<Chunk> {
     let mut own = Array::<Chunk>::new(comptime!(rounds(rows, columns)));
+    fetch_to(&mut own, source, base, stride, count, rows, columns);
+    own
+}
+
+/// As [`fetch`], to these registers.
+#[cube]
+pub fn fetch_to(
+    own: &mut Array<Chunk>,
+    source: &Array<Chunk>,
+    base: usize,
+    stride: usize,
+    count: usize,
+    #[comptime] rows: usize,
+    #[comptime] columns: usize,
+) {
     #[unroll]
     for round in 0..comptime!(rounds(rows, columns)) {
         let at = Own::new(round, rows, columns);
@@ -245,7 +260,6 @@ pub fn fetch(
         }
         own[round] = value;
     }
-    own
 }
 
 /// Writes fetched rows to shared memory.

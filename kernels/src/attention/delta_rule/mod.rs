@@ -48,13 +48,12 @@ use super::blocks::repeat_heads;
 use super::chunked::{self, Decays, Grads, Update};
 use super::linear::GatedLinear;
 use super::linear::reference::LinearInputs;
-use super::recurrent::{State, by_head, forget_at_starts};
+use super::recurrent::{State, by_head, forget_at_starts, unit};
 use super::saved::Channels;
 use super::{AttentionShape, DocumentStarts, ExecPath};
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::CudaTensor;
 use crate::device::DeviceKind;
-use crate::ops::rms_norm::rms_norm;
 
 /// Added to the sum of squares of a query or a key (flash-linear-attention's `l2norm`).
 const KEY_EPS: f32 = 1e-6;
@@ -104,7 +103,7 @@ impl<B: OpBackend> DeltaInputs<B> {
         let rows = batch * kv_heads;
         let log_decay = forget_at_starts(log_decay, documents);
         let [channels, values] = [log_decay.dims()[3], v.dims()[3]];
-        let [q, k] = [unit(q, shape.scale()), unit(k, 1.0)];
+        let [q, k] = [unit(q, shape.scale(), KEY_EPS), unit(k, 1.0, KEY_EPS)];
         let serves = kv_heads / key_heads;
         let q = repeat_heads(q.reshape([batch, key_heads, group * seq_len, d]), serves);
         DeltaInputs {
@@ -115,13 +114,6 @@ impl<B: OpBackend> DeltaInputs<B> {
             log_decay: log_decay.reshape([rows, seq_len, channels]),
         }
     }
-}
-
-/// x · length / √(‖x‖² + [`KEY_EPS`]) over the last dimension.
-fn unit<B: OpBackend>(x: Tensor<B, 4>, length: f32) -> Tensor<B, 4> {
-    let d = x.dims()[3];
-    let weight = Tensor::full([d], length / (d as f32).sqrt(), &x.device());
-    rms_norm(x, weight, KEY_EPS / d as f32)
 }
 
 /// Joins rows and groups to heads: `[rows, group, seq_len, value_dim]` to `[batch, heads, seq_len, value_dim]`.

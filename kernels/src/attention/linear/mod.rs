@@ -241,7 +241,9 @@ impl VariantSpec for Config {
         if let ExecPath::Kernel(device) = path {
             let decays = self.decays();
             let saved = self.op().saved_by_kernel(decays, &channels, shape, device);
-            return channels.by_kernel(dtype) + saved;
+            // The logits and the log decays of channels in f32.
+            let gates = if decays == Decays::PerChannel { 8.0 * channels.k } else { 0.0 };
+            return channels.by_kernel(dtype) + saved + gates;
         }
         channels.in_f32() + self.op().saved_by_reference(&channels, shape, seq_len)
     }

@@ -47,7 +47,7 @@ use serde::{Deserialize, Serialize};
 
 use self::recurrence::{Wkv, WkvInputs, wkv};
 use super::chunked::{self, diagonal};
-use super::recurrent::{by_head, by_token, forget_at_starts, zero_at_starts};
+use super::recurrent::{by_head, by_token, forget_at_starts, unit, zero_at_starts};
 use super::saved::Channels;
 use super::{
     AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, Kernel, LowRank,
@@ -60,7 +60,7 @@ use crate::ops::layer_norm::layer_norm;
 const MAX_DECAY: f64 = 0.606_530_659_712_633_4;
 
 /// Added to the square of a removal key's norm.
-const KEY_EPS: f64 = 1e-12;
+const KEY_EPS: f32 = 1e-12;
 
 /// The group norm's eps per channel of a head.
 const NORM_EPS: f32 = 1e-5;
@@ -123,37 +123,37 @@ impl Config {
         inputs: Inputs<B>,
         recurrence: impl FnOnce(WkvInputs<B>) -> Tensor<B, 4>,
     ) -> Tensor<B, 4> {
-        let dtype = inputs.q.dtype();
-        let Inputs { q, k, v, projections, parameters } = inputs.in_f32();
+        let Inputs { q, k, v, projections, parameters } = inputs;
+        let dtype = q.dtype();
         let [d, rate, gate] = &projections[..] else { panic!("decay, learning rate and gate") };
         let [xi, alpha, rho, scale, bias] = &parameters[..] else { panic!("five vectors") };
         let (heads, kv_heads) = (shape.heads, shape.kv_heads);
-        let row = |x: &Tensor<B, 1>| x.clone().reshape([1, 1, -1]);
+        let row = |x: &Tensor<B, 1>| x.clone().cast(dtype).reshape([1, 1, -1]);
 
         let [r, k] = [q.clone(), k].map(by_token);
-        let rate = sigmoid(rate.clone());
+        let rate = sigmoid(rate.clone().cast(dtype));
         let key = k.clone() * ((rate.clone() - 1.0) * row(alpha) + 1.0);
         let removal = unit_heads(k * row(xi), kv_heads);
         let inputs = WkvInputs {
             r: q,
-            log_decay: by_head(sigmoid(d.clone()) * -MAX_DECAY, kv_heads),
+            log_decay: by_head(sigmoid(d.clone().cast(FloatDType::F32)) * -MAX_DECAY, kv_heads),
             correction: by_head(rate * removal.clone(), kv_heads),
             removal: by_head(removal, kv_heads),
             key: by_head(key.clone(), kv_heads),
             v: v.clone(),
         };
-        let o = recurrence(inputs).cast(FloatDType::F32);
+        let o = recurrence(inputs);
 
         let ones = Tensor::ones([o.dims()[3]], &o.device());
         let o = by_token(layer_norm(o, ones, None, NORM_EPS * shape.head_dim as f32));
         let weight = r * repeat(key, kv_heads, shape.group()) * row(rho);
         let v = repeat(by_token(v), kv_heads, shape.group());
         let o = o * row(scale) + row(bias) + times_head_sums(v, weight, heads);
-        by_head(o * gate.clone(), heads).cast(dtype)
+        by_head(o * gate.clone().cast(dtype), heads)
     }
 }
 
-/// r_t S_tᵀ of every token by the kernel, whose inputs are bf16 but for the decays.
+/// r_t S_tᵀ of every token by the kernel.
 fn by_kernel<B: OpBackend>(
     inputs: WkvInputs<B>,
     documents: DocumentStarts<B>,
@@ -162,9 +162,7 @@ fn by_kernel<B: OpBackend>(
     let WkvInputs { r, log_decay, removal, correction, key, v } = inputs;
     let removal = zero_at_starts(removal, documents.clone());
     let log_decay = forget_at_starts(log_decay, documents);
-    let [r, removal, correction, key, v] =
-        [r, removal, correction, key, v].map(|x| primitive(x.cast(FloatDType::BF16)));
-    let inputs = [r, primitive(log_decay), removal, correction, key, v];
+    let inputs = [r, log_decay, removal, correction, key, v].map(primitive);
     tensor(path.run::<B, _, 6>(&Wkv, inputs, vec![]))
 }
 
@@ -172,8 +170,7 @@ fn by_kernel<B: OpBackend>(
 fn unit_heads<B: OpBackend>(x: Tensor<B, 3>, heads: usize) -> Tensor<B, 3> {
     let [batch, seq_len, features] = x.dims();
     let x = x.reshape([batch, seq_len, heads, features / heads]);
-    let square = (x.clone() * x.clone()).sum_dim(3);
-    (x / (square + KEY_EPS).sqrt()).reshape([batch, seq_len, features])
+    unit(x, 1.0, KEY_EPS).reshape([batch, seq_len, features])
 }
 
 /// Repeats each head of `[batch, seq_len, heads · channels]` `group` times.
@@ -293,10 +290,10 @@ impl VariantSpec for Config {
     ) -> f64 {
         let channels = Channels::of(self, shape);
         if let ExecPath::Kernel(_) = path {
-            // What the core saves; what prepares and ends the recurrence, in f32.
+            // What the core saves, and what prepares and ends the recurrence.
             let update = diagonal::Update::Replace;
             let saved = diagonal::saved_bytes(update, shape, self.value_dim(shape));
-            let around = 4.0 * (10.0 * channels.k + 6.0 * channels.o);
+            let around = dtype.size() as f64 * (9.0 * channels.k + 6.0 * channels.o);
             return channels.by_kernel(dtype) + saved + around;
         }
         // r, k̃, v, κ̂, a, the decay and their products with its factors; the matrices and states of chunks.

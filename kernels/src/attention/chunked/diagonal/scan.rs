@@ -3,7 +3,7 @@
 
 use cubecl::prelude::*;
 
-use super::super::memory::{ChunkOf, Sizes, fetch, put, store};
+use super::super::memory::{ChunkOf, Sizes, fetch_to, put, rounds, store};
 use super::super::product::{Matrix, Product, WarpTile, add_product, write};
 use super::super::CHUNK_TOKENS;
 use super::DiagonalConfig;
@@ -98,31 +98,43 @@ struct Ahead {
 
 #[cube]
 impl Ahead {
+    /// Without values.
+    fn new(#[comptime] config: DiagonalConfig) -> Ahead {
+        let (d, n) = comptime!((config.head_dim, config.columns));
+        Ahead {
+            vectors: Array::<Chunk>::new(comptime!(rounds(CHUNK_TOKENS, d))),
+            values: Array::<Chunk>::new(comptime!(rounds(CHUNK_TOKENS, n))),
+            change: Array::<Chunk>::new(comptime!(if config.corrects() { rounds(d, d) } else { 1 })),
+            decay: Array::<f32>::new(2usize),
+        }
+    }
+
+    /// Starts to read a step's.
     fn fetch(
+        &mut self,
         arrays: &ScanArrays,
         step: &Step,
         own: &WarpTile,
         first: usize,
         #[comptime] config: DiagonalConfig,
-    ) -> Ahead {
+    ) {
         let (d, n) = comptime!((config.head_dim, config.columns));
         let (of_k, of_v) = comptime!((d / CHUNK, config.value_dim / CHUNK));
-        let count = step.of.count;
-        let vectors = fetch(&arrays.vectors, step.token * of_k, of_k, count, CHUNK_TOKENS, d);
-        let values = fetch(&arrays.values, step.token * of_v + first, of_v, count, CHUNK_TOKENS, n);
-        // Without corrections a row of zeros, which nothing reads.
-        let rows = comptime!(if config.corrects() { d } else { 0 });
-        let base = step.of.number * comptime!(d * d / CHUNK);
-        let change = fetch(&arrays.change, base, of_k, rows.runtime(), comptime!(rows.max(1)), d);
-        let mut decay = Array::<f32>::new(2usize);
+        let (token, count) = (step.token, step.of.count);
+        fetch_to(&mut self.vectors, &arrays.vectors, token * of_k, of_k, count, CHUNK_TOKENS, d);
+        let base = token * of_v + first;
+        fetch_to(&mut self.values, &arrays.values, base, of_v, count, CHUNK_TOKENS, n);
+        if comptime!(config.corrects()) {
+            let base = step.of.number * comptime!(d * d / CHUNK);
+            fetch_to(&mut self.change, &arrays.change, base, of_k, d.runtime(), d, d);
+        }
         #[unroll]
         for r in 0..2usize {
-            decay[r] = 0f32;
+            self.decay[r] = 0f32;
             if own.exists {
-                decay[r] = arrays.decay[step.of.number * d + own.row(r)];
+                self.decay[r] = arrays.decay[step.of.number * d + own.row(r)];
             }
         }
-        Ahead { vectors, values, change, decay }
     }
 
     fn put(
@@ -136,6 +148,13 @@ impl Ahead {
         put(arena, &self.values, layout.values, CHUNK_TOKENS, n);
         if comptime!(config.corrects()) {
             put(arena, &self.change, layout.change, d, d);
+        }
+    }
+
+    fn put_decay(&self, decay: &mut Array<f32>) {
+        #[unroll]
+        for r in 0..2usize {
+            decay[r] = self.decay[r];
         }
     }
 }
@@ -166,57 +185,71 @@ pub fn diagonal_scan(
         steps *= sizes.group as usize;
     }
 
-    let ahead = Ahead::fetch(arrays, &Step::new(row, 0usize, &sizes, back), &own, first, config);
-    ahead.put(&mut arena, layout, config);
+    // A step's numbers are read two steps ahead: while one step's wait in registers, the next one's are on their way.
+    let mut even = Ahead::new(config);
+    let mut odd = Ahead::new(config);
+    even.fetch(arrays, &Step::new(row, 0usize, &sizes, back), &own, first, config);
+    odd.fetch(arrays, &Step::new(row, 1usize, &sizes, back), &own, first, config);
+    even.put(&mut arena, layout, config);
     let mut decay = Array::<f32>::new(2usize);
-    #[unroll]
-    for r in 0..2usize {
-        decay[r] = ahead.decay[r];
-    }
+    even.put_decay(&mut decay);
     let mut number = usize::cast_from(0u32);
     while number < steps {
-        // The second of each matrix in odd steps.
-        #[unroll]
-        for parity in 0..2usize {
-            if number < steps {
-                let here = comptime!(if parity == 0 { layout } else { layout.second() });
-                let there = comptime!(if parity == 0 { layout.second() } else { layout });
-                let step = Step::new(row, number, &sizes, back);
-                let next = Step::new(row, number + 1, &sizes, back);
-                let ahead = Ahead::fetch(arrays, &next, &own, first, config);
-                if own.exists {
-                    write(&mut arena, &state, &own, here.state, result);
-                }
-                sync_cube();
-                if step.begins {
-                    let base = step.of.number * comptime!(d * config.value_dim / CHUNK) + first;
-                    let of_v = comptime!(config.value_dim / CHUNK);
-                    store(&arena, &mut arrays.states, base, of_v, here.state, d, n);
-                }
-                if own.exists {
-                    if step.begins {
-                        scale_each(&mut state, &decay, comptime!(result.fragments()));
-                        if comptime!(config.corrects()) {
-                            let change = comptime!(if back {
-                                Product::atb(here.change, here.state, [d, n, d])
-                            } else {
-                                Product::ab(here.change, here.state, [d, n, d])
-                            });
-                            add_product(&arena, &mut state, &own, change);
-                        }
-                    }
-                    let added =
-                        comptime!(Product::atb(here.vectors, here.values, [d, n, CHUNK_TOKENS]));
-                    add_product(&arena, &mut state, &own, added);
-                }
-                ahead.put(&mut arena, there, config);
-                #[unroll]
-                for r in 0..2usize {
-                    decay[r] = ahead.decay[r];
-                }
-                number += 1;
+        let second = comptime!(layout.second());
+        let (this, next) = (Step::new(row, number, &sizes, back), Step::new(row, number + 2, &sizes, back));
+        even.fetch(arrays, &next, &own, first, config);
+        advance(&mut arena, arrays, &mut state, &decay, &this, &own, first, back, layout, config);
+        odd.put(&mut arena, second, config);
+        odd.put_decay(&mut decay);
+        if number + 1 < steps {
+            let (this, next) = (Step::new(row, number + 1, &sizes, back), Step::new(row, number + 3, &sizes, back));
+            odd.fetch(arrays, &next, &own, first, config);
+            advance(&mut arena, arrays, &mut state, &decay, &this, &own, first, back, second, config);
+            even.put(&mut arena, layout, config);
+            even.put_decay(&mut decay);
+        }
+        number += 2;
+    }
+}
+
+/// Writes the state before a step, and advances it.
+#[cube]
+fn advance(
+    arena: &mut SharedMemory<Chunk>,
+    arrays: &mut ScanArrays,
+    state: &mut Accumulator,
+    decay: &Array<f32>,
+    step: &Step,
+    own: &WarpTile,
+    first: usize,
+    #[comptime] back: bool,
+    #[comptime] here: Layout,
+    #[comptime] config: DiagonalConfig,
+) {
+    let (d, n) = comptime!((config.head_dim, config.columns));
+    let added = comptime!(Product::atb(here.vectors, here.values, [d, n, CHUNK_TOKENS]));
+    if own.exists {
+        write(arena, state, own, here.state, added);
+    }
+    sync_cube();
+    if step.begins {
+        let base = step.of.number * comptime!(d * config.value_dim / CHUNK) + first;
+        let of_v = comptime!(config.value_dim / CHUNK);
+        store(arena, &mut arrays.states, base, of_v, here.state, d, n);
+    }
+    if own.exists {
+        if step.begins {
+            scale_each(state, decay, comptime!(added.fragments()));
+            if comptime!(config.corrects()) {
+                let change = comptime!(if back {
+                    Product::atb(here.change, here.state, [d, n, d])
+                } else {
+                    Product::ab(here.change, here.state, [d, n, d])
+                });
+                add_product(arena, state, own, change);
             }
         }
+        add_product(arena, state, own, added);
     }
 }
 
