@@ -126,10 +126,7 @@ pub fn forget_at_starts<B: OpBackend>(
 }
 
 /// `x` `[batch, heads, seq_len, channels]` with zeros for the first token of each document.
-pub fn zero_at_starts<B: OpBackend>(
-    x: Tensor<B, 4>,
-    documents: DocumentStarts<B>,
-) -> Tensor<B, 4> {
+pub fn zero_at_starts<B: OpBackend>(x: Tensor<B, 4>, documents: DocumentStarts<B>) -> Tensor<B, 4> {
     fill_at_starts(x, documents, 0.0)
 }
 

@@ -33,8 +33,8 @@ use burn::tensor::DType;
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
-use self::gradients::GradientArraysLaunch;
 use self::diagonal::{Corrections, Diagonal};
+use self::gradients::GradientArraysLaunch;
 pub use self::memory::Update;
 use self::memory::{ChunkConfig, ChunkInputsLaunch, SizesLaunch};
 use self::output::OutputArraysLaunch;

@@ -159,7 +159,9 @@ fn run([q, k, v, beta, log_decay, upstream]: &[Vec<f32>; 6], chunk: usize) -> [V
     let beta = beta.narrow(2, 0, 1);
     let rows = DeltaInputs { q: q.unsqueeze_dim(1), k, v, beta, log_decay };
     let shape = AttentionShape::new(D, 1, 1, D);
-    let y = DeltaRule { chunk, decays: Decays::PerToken }.attend(&shape, rows, ExecPath::Reference).squeeze_dim::<3>(1);
+    let y = DeltaRule { chunk, decays: Decays::PerToken }
+        .attend(&shape, rows, ExecPath::Reference)
+        .squeeze_dim::<3>(1);
     let grads = (y.clone() * tensor(upstream)).sum().backward();
     let of = |x: Tensor<Flex, 3>| x.into_data().iter::<f64>().collect::<Vec<_>>();
     let [d_q, d_k, d_v, d_beta, d_decay] = inputs.map(|x| of(x.grad(&grads).unwrap()));

@@ -204,7 +204,9 @@ impl VariantSpec for Config {
         let steps = path.saved_size(dtype) * keys + 4.0 * (channels.v + 4.0 * channels.o);
         let inputs = channels.in_f32() / 4.0 * path.saved_size(dtype);
         let saved = match path {
-            ExecPath::Kernel(device) => self.linear().saved_by_kernel(Decays::PerToken, &channels, shape, device),
+            ExecPath::Kernel(device) => {
+                self.linear().saved_by_kernel(Decays::PerToken, &channels, shape, device)
+            }
             ExecPath::Reference => self.linear().saved_by_reference(&channels, shape, seq_len),
         };
         inputs + steps + saved

@@ -133,7 +133,8 @@ impl Op<6> for Wkv {
         let mut of_outputs = dims(&call.q);
         of_outputs[3] = dims(&call.v)[2];
         let grad = reshaped(&contiguous(&grad), &of_outputs);
-        let Diagonal { q, k, v, log_decay, corrections } = call.backward(&Saved::from_tensors(saved), &grad);
+        let Diagonal { q, k, v, log_decay, corrections } =
+            call.backward(&Saved::from_tensors(saved), &grad);
         let Corrections::Vectors { removal, correction } = corrections else {
             unreachable!("the gradients are as the call")
         };

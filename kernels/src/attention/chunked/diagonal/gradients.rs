@@ -167,7 +167,8 @@ pub fn diagonal_gradients(
     load_weights(&mut numbers.weights, &inputs.beta, &of, config);
     load_sums(&mut numbers.sums, &inputs.log_decay, &of, d);
 
-    let vectors = comptime!(Product::ab(layout.d_scores[0], layout.reader, [CHUNK_TOKENS, d, CHUNK_TOKENS]));
+    let vectors =
+        comptime!(Product::ab(layout.d_scores[0], layout.reader, [CHUNK_TOKENS, d, CHUNK_TOKENS]));
     let square = comptime!(Product::ab(layout.d_scores[0], layout.d_scores[0], [CHUNK_TOKENS; 3]));
     let (own, tile) = (WarpTile::new(vectors), WarpTile::new(square));
     let mut near = Near {
@@ -198,26 +199,91 @@ pub fn diagonal_gradients(
                 join_sums(&mut near, config);
                 after = usize::cast_from(0u32);
             }
-            of_removal(&mut arena, inputs, arrays, &mut numbers, &mut near, &of, &mut d_transfer, &mut d_reads, &mut d_decayed, &own, &tile, layout, config);
+            of_removal(
+                &mut arena,
+                inputs,
+                arrays,
+                &mut numbers,
+                &mut near,
+                &of,
+                &mut d_transfer,
+                &mut d_reads,
+                &mut d_decayed,
+                &own,
+                &tile,
+                layout,
+                config,
+            );
         } else {
-            load(&mut arena, &inputs.q, query * stride, stride, of.count, layout.reader, CHUNK_TOKENS, d);
+            load(
+                &mut arena,
+                &inputs.q,
+                query * stride,
+                stride,
+                of.count,
+                layout.reader,
+                CHUNK_TOKENS,
+                d,
+            );
             let number = (of.row * group + reader) * chunks + of.chunk;
-            of_query(&mut arena, arrays, &of, query, number, &mut d_decayed, &mut d_transfer, &mut d_reads, &own, &tile, layout, config);
+            of_query(
+                &mut arena,
+                arrays,
+                &of,
+                query,
+                number,
+                &mut d_decayed,
+                &mut d_transfer,
+                &mut d_reads,
+                &own,
+                &tile,
+                layout,
+                config,
+            );
         }
         if own.exists {
             set_far_reads(&arena, &numbers.sums, &mut near, &d_decayed, &own, after, o, config);
         }
-        add_near(&mut arena, &numbers.sums, &numbers.weights, &mut near, &own, after, !removes, layout.d_scores, o, config);
+        add_near(
+            &mut arena,
+            &numbers.sums,
+            &numbers.weights,
+            &mut near,
+            &own,
+            after,
+            !removes,
+            layout.d_scores,
+            o,
+            config,
+        );
         if own.exists && !removes {
             let pairs = comptime!(d / 2);
-            write_rows(&mut arrays.d_q, &near.reader, &own, query * pairs, pairs, of.count, vectors);
+            write_rows(
+                &mut arrays.d_q,
+                &near.reader,
+                &own,
+                query * pairs,
+                pairs,
+                of.count,
+                vectors,
+            );
         }
     }
     if comptime!(!config.corrects()) {
         let mut d_keys = zeros(comptime!(vectors.fragments()));
         of_values(&mut arena, arrays, &mut numbers, &of, &mut d_keys, &own, layout, config);
         if own.exists {
-            add_far_writes(&arena, &mut numbers, &mut near.correction, &mut near.of_sums, &d_keys, &own, o.correction, false, config);
+            add_far_writes(
+                &arena,
+                &mut numbers,
+                &mut near.correction,
+                &mut near.of_sums,
+                &d_keys,
+                &own,
+                o.correction,
+                false,
+                config,
+            );
         }
     }
     finish(&arena, inputs, arrays, &mut numbers, &mut near, &of, &own, layout, config);
@@ -261,13 +327,47 @@ fn of_removal(
     of_values(arena, arrays, numbers, of, &mut d_keys, own, layout, config);
     if comptime!(config.writers() == 2) {
         if own.exists {
-            add_far_writes(arena, numbers, &mut near.key, &mut near.of_sums, &d_keys, own, o.key, false, config);
+            add_far_writes(
+                arena,
+                numbers,
+                &mut near.key,
+                &mut near.of_sums,
+                &d_keys,
+                own,
+                o.key,
+                false,
+                config,
+            );
         }
     }
     let mut d_decayed = zeros(comptime!(config.fragments()));
-    of_change(arena, inputs, arrays, numbers, of, d_transfer, d_reads, d_removal, &mut d_decayed, own, tile, layout, config);
+    of_change(
+        arena,
+        inputs,
+        arrays,
+        numbers,
+        of,
+        d_transfer,
+        d_reads,
+        d_removal,
+        &mut d_decayed,
+        own,
+        tile,
+        layout,
+        config,
+    );
     if own.exists {
-        add_far_writes(arena, numbers, &mut near.correction, &mut near.of_sums, &d_decayed, own, o.correction, true, config);
+        add_far_writes(
+            arena,
+            numbers,
+            &mut near.correction,
+            &mut near.of_sums,
+            &d_decayed,
+            own,
+            o.correction,
+            true,
+            config,
+        );
     }
 }
 
@@ -468,7 +568,17 @@ fn of_change(
     let (d, all) = comptime!((config.head_dim, CHUNK_TOKENS));
     let (keys, change, decayed) = comptime!((layout.at(0, d), layout.at(1, d), layout.at(3, d)));
     let (transfer, reads) = comptime!((layout.d_scores[0], layout.reader));
-    scale_rows_by(arena, &numbers.sums, &numbers.weights, 1usize.runtime(), comptime!(config.corrects_by()), CHUNK_TOKENS, layout.correction, decayed, d);
+    scale_rows_by(
+        arena,
+        &numbers.sums,
+        &numbers.weights,
+        1usize.runtime(),
+        comptime!(config.corrects_by()),
+        CHUNK_TOKENS,
+        layout.correction,
+        decayed,
+        d,
+    );
     load_tokens(arena, &arrays.transfer, of.number, transfer, all);
     load_tokens(arena, &arrays.reads, of.number, reads, d);
     sync_cube();
@@ -509,7 +619,12 @@ fn of_change(
     sync_cube();
     let mut d_system = zeros(comptime!(square.fragments()));
     add_product(arena, &mut d_system, tile, comptime!(Product::abt(d_z, reads, [all, all, d])));
-    add_product(arena, &mut d_system, tile, comptime!(Product::abt(d_t, transfer, [all, all, all])));
+    add_product(
+        arena,
+        &mut d_system,
+        tile,
+        comptime!(Product::abt(d_t, transfer, [all, all, all])),
+    );
     sync_cube();
     write_lower(arena, &d_system, tile, -1f32, true, layout.d_scores[0], square);
     if comptime!(config.writers() == 2) {
@@ -617,13 +732,22 @@ fn finish(
 ) {
     let d = comptime!(config.head_dim);
     let (pairs, row_len) = comptime!((d / 2, row_of_sums(d)));
-    let vectors = comptime!(Product::ab(layout.d_scores[0], layout.reader, [CHUNK_TOKENS, d, CHUNK_TOKENS]));
+    let vectors =
+        comptime!(Product::ab(layout.d_scores[0], layout.reader, [CHUNK_TOKENS, d, CHUNK_TOKENS]));
     let base = of.token * pairs;
     sync_cube();
     if own.exists {
         if comptime!(config.writers() == 2) {
             write_rows(&mut arrays.d_removal, &near.reader, own, base, pairs, of.count, vectors);
-            write_rows(&mut arrays.d_correction, &near.correction, own, base, pairs, of.count, vectors);
+            write_rows(
+                &mut arrays.d_correction,
+                &near.correction,
+                own,
+                base,
+                pairs,
+                of.count,
+                vectors,
+            );
             write_rows(&mut arrays.d_key, &near.key, own, base, pairs, of.count, vectors);
         } else {
             if comptime!(config.is_weighted()) {

@@ -124,7 +124,8 @@ fn factors(
     let mut factors = Array::<f32>::new(CHUNK);
     #[unroll]
     for q in 0..2usize {
-        let (to_row, from_row) = (quads[to * row + chunk * 2 + q], quads[from * row + chunk * 2 + q]);
+        let (to_row, from_row) =
+            (quads[to * row + chunk * 2 + q], quads[from * row + chunk * 2 + q]);
         #[unroll]
         for i in 0..4usize {
             factors[comptime!(4 * q + i)] = exp2(to_row[i] - from_row[i]);
@@ -236,7 +237,17 @@ fn scale_by_middle(
 ) {
     let d = comptime!(config.head_dim);
     scale_rows_by(arena, sums, weights, after, Role::Reads, MIDDLE, o.reader, o.x, d);
-    scale_rows_by(arena, sums, weights, after, comptime!(config.corrects_by()), MIDDLE, o.correction, o.w, d);
+    scale_rows_by(
+        arena,
+        sums,
+        weights,
+        after,
+        comptime!(config.corrects_by()),
+        MIDDLE,
+        o.correction,
+        o.w,
+        d,
+    );
     if comptime!(config.writers() == 2) {
         scale_rows_by(arena, sums, weights, after, Role::Writes, MIDDLE, o.key, o.y, d);
     }
@@ -273,18 +284,24 @@ fn scale_level(
             let reads = reads(at.row as u32, half);
             let last_writer = last_writer(at.row as u32, half) as usize;
             let own = at.row + select(reads, after, usize::cast_from(1u32));
-            let (later, earlier) = (select(reads, own, last_writer), select(reads, last_writer, own));
+            let (later, earlier) =
+                (select(reads, own, last_writer), select(reads, last_writer, own));
             let factors = factors(sums, later, earlier, at.chunk, d);
             let mut weight = f32::cast_from(1f32);
             if comptime!(config.is_weighted()) {
                 weight = select(reads, 1f32, weights[at.row]);
             }
-            let from = select(reads, comptime!(o.reader.at).runtime(), comptime!(o.correction.at).runtime());
+            let from = select(
+                reads,
+                comptime!(o.reader.at).runtime(),
+                comptime!(o.correction.at).runtime(),
+            );
             let value = arena[from + at.row * o.x.row + at.chunk];
             arena[o.x.at + at.row * o.x.row + at.chunk] = scaled(value, &factors, weight);
             if comptime!(config.writers() == 2) {
                 let value = arena[o.key.at + at.row * o.key.row + at.chunk];
-                arena[o.y.at + at.row * o.y.row + at.chunk] = scaled(value, &factors, f32::cast_from(1f32));
+                arena[o.y.at + at.row * o.y.row + at.chunk] =
+                    scaled(value, &factors, f32::cast_from(1f32));
             }
         }
     }
@@ -575,18 +592,75 @@ pub fn add_near(
             let (first, half) = (tile.down * BLOCK, 32u32.runtime());
             let (earlier, later) = (tile.down as u32 + 1, 4 - tile.down as u32);
             let mut acc = zeros(comptime!(config.fragments()));
-            add_reads(arena, &mut acc, tile, first, 0usize.runtime(), earlier, half, d_scores[0], o.w, config);
+            add_reads(
+                arena,
+                &mut acc,
+                tile,
+                first,
+                0usize.runtime(),
+                earlier,
+                half,
+                d_scores[0],
+                o.w,
+                config,
+            );
             if comptime!(config.writers() == 2) {
-                add_reads(arena, &mut acc, tile, first, 0usize.runtime(), earlier, half, d_scores[1], o.y, config);
+                add_reads(
+                    arena,
+                    &mut acc,
+                    tile,
+                    first,
+                    0usize.runtime(),
+                    earlier,
+                    half,
+                    d_scores[1],
+                    o.y,
+                    config,
+                );
             }
             add_of_readers(arena, sums, near, &acc, tile, half, after, o, config);
             let mut acc = zeros(comptime!(config.fragments()));
             add_writes(arena, &mut acc, tile, first, first, later, half, d_scores[0], o.x, config);
-            add_of_level(arena, sums, &mut near.correction, &mut near.of_sums, &acc, tile, half, 1usize.runtime(), false, o.w, config);
+            add_of_level(
+                arena,
+                sums,
+                &mut near.correction,
+                &mut near.of_sums,
+                &acc,
+                tile,
+                half,
+                1usize.runtime(),
+                false,
+                o.w,
+                config,
+            );
             if comptime!(config.writers() == 2) {
                 let mut acc = zeros(comptime!(config.fragments()));
-                add_writes(arena, &mut acc, tile, first, first, later, half, d_scores[1], o.x, config);
-                add_of_level(arena, sums, &mut near.key, &mut near.of_sums, &acc, tile, half, 1usize.runtime(), false, o.y, config);
+                add_writes(
+                    arena,
+                    &mut acc,
+                    tile,
+                    first,
+                    first,
+                    later,
+                    half,
+                    d_scores[1],
+                    o.x,
+                    config,
+                );
+                add_of_level(
+                    arena,
+                    sums,
+                    &mut near.key,
+                    &mut near.of_sums,
+                    &acc,
+                    tile,
+                    half,
+                    1usize.runtime(),
+                    false,
+                    o.y,
+                    config,
+                );
             }
         }
         sync_cube();
@@ -630,21 +704,89 @@ fn add_levels(
             if reads || !far {
                 let from = select(far, (boundary - half) as usize, first);
                 let mut acc = zeros(comptime!(config.fragments()));
-                add_reads(arena, &mut acc, tile, first, from, steps, half, d_scores[0], o.x, config);
+                add_reads(
+                    arena,
+                    &mut acc,
+                    tile,
+                    first,
+                    from,
+                    steps,
+                    half,
+                    d_scores[0],
+                    o.x,
+                    config,
+                );
                 if comptime!(config.writers() == 2) {
-                    add_reads(arena, &mut acc, tile, first, from, steps, half, d_scores[1], o.y, config);
+                    add_reads(
+                        arena,
+                        &mut acc,
+                        tile,
+                        first,
+                        from,
+                        steps,
+                        half,
+                        d_scores[1],
+                        o.y,
+                        config,
+                    );
                 }
                 add_of_readers(arena, sums, near, &acc, tile, half, after, o, config);
             }
             if !reads || !far {
                 let from = select(far, boundary as usize, first);
                 let mut acc = zeros(comptime!(config.fragments()));
-                add_writes(arena, &mut acc, tile, first, from, steps, half, d_scores[0], o.x, config);
-                add_of_level(arena, sums, &mut near.correction, &mut near.of_sums, &acc, tile, half, 1usize.runtime(), false, o.x, config);
+                add_writes(
+                    arena,
+                    &mut acc,
+                    tile,
+                    first,
+                    from,
+                    steps,
+                    half,
+                    d_scores[0],
+                    o.x,
+                    config,
+                );
+                add_of_level(
+                    arena,
+                    sums,
+                    &mut near.correction,
+                    &mut near.of_sums,
+                    &acc,
+                    tile,
+                    half,
+                    1usize.runtime(),
+                    false,
+                    o.x,
+                    config,
+                );
                 if comptime!(config.writers() == 2) {
                     let mut acc = zeros(comptime!(config.fragments()));
-                    add_writes(arena, &mut acc, tile, first, from, steps, half, d_scores[1], o.x, config);
-                    add_of_level(arena, sums, &mut near.key, &mut near.of_sums, &acc, tile, half, 1usize.runtime(), false, o.y, config);
+                    add_writes(
+                        arena,
+                        &mut acc,
+                        tile,
+                        first,
+                        from,
+                        steps,
+                        half,
+                        d_scores[1],
+                        o.x,
+                        config,
+                    );
+                    add_of_level(
+                        arena,
+                        sums,
+                        &mut near.key,
+                        &mut near.of_sums,
+                        &acc,
+                        tile,
+                        half,
+                        1usize.runtime(),
+                        false,
+                        o.y,
+                        config,
+                    );
                 }
             }
         }
@@ -712,9 +854,33 @@ fn add_of_readers(
     #[comptime] config: DiagonalConfig,
 ) {
     if comptime!(config.reads_before()) {
-        add_of_level(arena, sums, &mut near.reader, &mut near.of_readers, acc, tile, half, after, true, o.x, config);
+        add_of_level(
+            arena,
+            sums,
+            &mut near.reader,
+            &mut near.of_readers,
+            acc,
+            tile,
+            half,
+            after,
+            true,
+            o.x,
+            config,
+        );
     } else {
-        add_of_level(arena, sums, &mut near.reader, &mut near.of_sums, acc, tile, half, after, true, o.x, config);
+        add_of_level(
+            arena,
+            sums,
+            &mut near.reader,
+            &mut near.of_sums,
+            acc,
+            tile,
+            half,
+            after,
+            true,
+            o.x,
+            config,
+        );
     }
 }
 
@@ -745,7 +911,10 @@ fn add_of_level(
             let column = tile.column(f);
             let value = acc.index(f)[r];
             let (vector, of_sum) = (vectors.index_mut(f), of_sums.index_mut(f));
-            let (at, reference) = (sum_pair(sums, own * row_len + column), sum_pair(sums, last_writer * row_len + column));
+            let (at, reference) = (
+                sum_pair(sums, own * row_len + column),
+                sum_pair(sums, last_writer * row_len + column),
+            );
             let exponent = if comptime!(reads) { at - reference } else { reference - at };
             // At levels of less than a block, of a token that has the other role, whose gradient is 0, it may be any.
             let limit = f32::cast_from(MOST_DECAY);

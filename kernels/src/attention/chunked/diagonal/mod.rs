@@ -190,9 +190,9 @@ impl Saved {
     /// The tensors, in a fixed order.
     pub fn into_tensors(self) -> Vec<CudaTensor> {
         let Saved { keys, decay, queries, scores, states, corrected } = self;
-        let corrected = corrected.into_iter().flat_map(|x| {
-            [x.change, x.transfer, x.reads, x.inverse, x.of_corrections]
-        });
+        let corrected = corrected
+            .into_iter()
+            .flat_map(|x| [x.change, x.transfer, x.reads, x.inverse, x.of_corrections]);
         [keys, decay, queries, scores, states].into_iter().chain(corrected).collect()
     }
 

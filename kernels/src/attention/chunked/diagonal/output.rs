@@ -64,7 +64,16 @@ pub fn diagonal_output(
     let query = of.query(head % group, &sizes);
     let of_k = comptime!(d / CHUNK);
 
-    load(&mut arena, &arrays.vectors, query * of_k, of_k, of.count, layout.vectors, CHUNK_TOKENS, d);
+    load(
+        &mut arena,
+        &arrays.vectors,
+        query * of_k,
+        of_k,
+        of.count,
+        layout.vectors,
+        CHUNK_TOKENS,
+        d,
+    );
     load_scores(&mut arena, &arrays.scores, CUBE_POS_X as usize, layout);
     let parts = comptime!(config.parts());
     keep_loop();
@@ -72,7 +81,8 @@ pub fn diagonal_output(
         load_part(&mut arena, arrays, &of, of.token, part, layout, config);
         sync_cube();
         let from_state = comptime!(Product::ab(layout.vectors, layout.state, [CHUNK_TOKENS, n, d]));
-        let from_chunk = comptime!(Product::ab(layout.scores, layout.values, [CHUNK_TOKENS, n, CHUNK_TOKENS]));
+        let from_chunk =
+            comptime!(Product::ab(layout.scores, layout.values, [CHUNK_TOKENS, n, CHUNK_TOKENS]));
         let tile = WarpTile::new(from_chunk);
         if tile.exists {
             let mut acc = zeros(comptime!(from_state.fragments()));
@@ -105,9 +115,19 @@ pub fn diagonal_values(
     let of = ChunkOf::new(number / chunks, number % chunks, &sizes);
     let of_k = comptime!(d / CHUNK);
 
-    load(&mut arena, &arrays.vectors, of.token * of_k, of_k, of.count, layout.vectors, CHUNK_TOKENS, d);
+    load(
+        &mut arena,
+        &arrays.vectors,
+        of.token * of_k,
+        of_k,
+        of.count,
+        layout.vectors,
+        CHUNK_TOKENS,
+        d,
+    );
     let from_state = comptime!(Product::ab(layout.vectors, layout.state, [CHUNK_TOKENS, n, d]));
-    let from_chunk = comptime!(Product::atb(layout.scores, layout.values, [CHUNK_TOKENS, n, CHUNK_TOKENS]));
+    let from_chunk =
+        comptime!(Product::atb(layout.scores, layout.values, [CHUNK_TOKENS, n, CHUNK_TOKENS]));
     let tile = WarpTile::new(from_chunk);
     let mut acc = zeros(comptime!(from_chunk.fragments()));
     keep_loop();
@@ -158,7 +178,16 @@ fn load_part(
     let (d, n) = comptime!((config.head_dim, config.columns));
     let of_v = comptime!(config.value_dim / CHUNK);
     let first = part * comptime!(n / CHUNK);
-    load(arena, &arrays.values, token * of_v + first, of_v, of.count, layout.values, CHUNK_TOKENS, n);
+    load(
+        arena,
+        &arrays.values,
+        token * of_v + first,
+        of_v,
+        of.count,
+        layout.values,
+        CHUNK_TOKENS,
+        n,
+    );
     let base = of.number * comptime!(d * config.value_dim / CHUNK) + first;
     load(arena, &arrays.states, base, of_v, d.runtime(), layout.state, d, n);
 }

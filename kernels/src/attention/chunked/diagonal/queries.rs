@@ -2,12 +2,10 @@
 
 use cubecl::prelude::*;
 
-use super::super::memory::{ChunkOf, Sizes, load};
-use super::super::product::{
-    Matrix, Product, WarpTile, add_product, scale, write_rows,
-};
-use super::super::transform::ROW;
 use super::super::CHUNK_TOKENS;
+use super::super::memory::{ChunkOf, Sizes, load};
+use super::super::product::{Matrix, Product, WarpTile, add_product, scale, write_rows};
+use super::super::transform::ROW;
 use super::levels::{
     Operands, Role, Target, load_sums, load_weights, scale_rows_by, scores, store_scores, sums_len,
 };
@@ -103,16 +101,41 @@ pub fn diagonal_queries(
     load_weights(&mut weights, &inputs.beta, &of, config);
     load_sums(&mut numbers, &inputs.log_decay, &of, d);
     let pairs = scores(&mut arena, &numbers, &weights, 1usize.runtime(), true, o, config);
-    scale_rows_by(&mut arena, &numbers, &weights, 1usize.runtime(), Role::Reads, 0usize, o.reader, o.reader, d);
+    scale_rows_by(
+        &mut arena,
+        &numbers,
+        &weights,
+        1usize.runtime(),
+        Role::Reads,
+        0usize,
+        o.reader,
+        o.reader,
+        d,
+    );
     sync_cube();
-    store_scores(&mut arena, &mut numbers, &pairs, 0usize, comptime!(Target::Rounded(layout.scores)));
+    store_scores(
+        &mut arena,
+        &mut numbers,
+        &pairs,
+        0usize,
+        comptime!(Target::Rounded(layout.scores)),
+    );
     if comptime!(config.writers() == 2) {
         store_scores(&mut arena, &mut numbers, &pairs, 1usize, comptime!(Target::Exact(OF_KEYS)));
     }
     if comptime!(config.corrects()) {
         let base = of.number * comptime!(CHUNK_TOKENS * CHUNK_TOKENS / CHUNK);
         let (all, of_scores) = comptime!((CHUNK_TOKENS, CHUNK_TOKENS / CHUNK));
-        load(&mut arena, &arrays.transfer, base, of_scores, all.runtime(), layout.transfer, all, all);
+        load(
+            &mut arena,
+            &arrays.transfer,
+            base,
+            of_scores,
+            all.runtime(),
+            layout.transfer,
+            all,
+            all,
+        );
         let base = of.number * comptime!(CHUNK_TOKENS * d / CHUNK);
         load(&mut arena, &arrays.reads, base, stride, all.runtime(), layout.reads, all, d);
     }
@@ -121,7 +144,11 @@ pub fn diagonal_queries(
     let by_values = comptime!(Product::ab(layout.scores, layout.transfer, [CHUNK_TOKENS; 3]));
     let tile = WarpTile::new(by_values);
     let mut acc = zeros(comptime!(by_values.fragments()));
-    let (base, row, count) = (CUBE_POS_X as usize * comptime!(CHUNK_TOKENS * CHUNK_TOKENS / 2), comptime!(CHUNK_TOKENS / 2), CHUNK_TOKENS.runtime());
+    let (base, row, count) = (
+        CUBE_POS_X as usize * comptime!(CHUNK_TOKENS * CHUNK_TOKENS / 2),
+        comptime!(CHUNK_TOKENS / 2),
+        CHUNK_TOKENS.runtime(),
+    );
     if comptime!(config.corrects()) {
         let mut of_corrections = zeros(comptime!(by_values.fragments()));
         add_matrix(&arena, &mut of_corrections, &tile, layout.scores, by_values);
@@ -135,7 +162,8 @@ pub fn diagonal_queries(
     }
     write_rows(&mut arrays.scores, &acc, &tile, base, row, count, by_values);
 
-    let from_state = comptime!(Product::ab(layout.scores, layout.reads, [CHUNK_TOKENS, d, CHUNK_TOKENS]));
+    let from_state =
+        comptime!(Product::ab(layout.scores, layout.reads, [CHUNK_TOKENS, d, CHUNK_TOKENS]));
     let tile = WarpTile::new(from_state);
     if tile.exists {
         let mut acc = zeros(comptime!(from_state.fragments()));

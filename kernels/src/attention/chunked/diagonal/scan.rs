@@ -3,9 +3,9 @@
 
 use cubecl::prelude::*;
 
+use super::super::CHUNK_TOKENS;
 use super::super::memory::{ChunkOf, Sizes, fetch_to, put, rounds, store};
 use super::super::product::{Matrix, Product, WarpTile, add_product, write};
-use super::super::CHUNK_TOKENS;
 use super::DiagonalConfig;
 use crate::tile::{Accumulator, CHUNK, Chunk, Pair, zeros};
 
@@ -104,7 +104,11 @@ impl Ahead {
         Ahead {
             vectors: Array::<Chunk>::new(comptime!(rounds(CHUNK_TOKENS, d))),
             values: Array::<Chunk>::new(comptime!(rounds(CHUNK_TOKENS, n))),
-            change: Array::<Chunk>::new(comptime!(if config.corrects() { rounds(d, d) } else { 1 })),
+            change: Array::<Chunk>::new(comptime!(if config.corrects() {
+                rounds(d, d)
+            } else {
+                1
+            })),
             decay: Array::<f32>::new(2usize),
         }
     }
@@ -196,15 +200,21 @@ pub fn diagonal_scan(
     let mut number = usize::cast_from(0u32);
     while number < steps {
         let second = comptime!(layout.second());
-        let (this, next) = (Step::new(row, number, &sizes, back), Step::new(row, number + 2, &sizes, back));
+        let (this, next) =
+            (Step::new(row, number, &sizes, back), Step::new(row, number + 2, &sizes, back));
         even.fetch(arrays, &next, &own, first, config);
         advance(&mut arena, arrays, &mut state, &decay, &this, &own, first, back, layout, config);
         odd.put(&mut arena, second, config);
         odd.put_decay(&mut decay);
         if number + 1 < steps {
-            let (this, next) = (Step::new(row, number + 1, &sizes, back), Step::new(row, number + 3, &sizes, back));
+            let (this, next) = (
+                Step::new(row, number + 1, &sizes, back),
+                Step::new(row, number + 3, &sizes, back),
+            );
             odd.fetch(arrays, &next, &own, first, config);
-            advance(&mut arena, arrays, &mut state, &decay, &this, &own, first, back, second, config);
+            advance(
+                &mut arena, arrays, &mut state, &decay, &this, &own, first, back, second, config,
+            );
             even.put(&mut arena, layout, config);
             even.put_decay(&mut decay);
         }

@@ -58,7 +58,8 @@ impl Sample {
         };
         let tokens = ROWS * len;
         let (q, k) = (vectors(ROWS * group * len, d, true), vectors(tokens, d, true));
-        let (v, upstream) = (vectors(tokens, values, false), vectors(ROWS * group * len, values, false));
+        let (v, upstream) =
+            (vectors(tokens, values, false), vectors(ROWS * group * len, values, false));
         let removal = vectors(tokens, d, true);
         let log_decay = (0..tokens * d).map(|_| -rng.random_range(0.0f32..1.0).powi(4)).collect();
         let beta = (0..tokens).map(|_| rng.random_range(0.0f32..1.0)).collect();

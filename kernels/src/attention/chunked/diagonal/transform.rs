@@ -2,15 +2,15 @@
 
 use cubecl::prelude::*;
 
+use super::super::CHUNK_TOKENS;
 use super::super::memory::{ChunkOf, Own, Sizes, load, rounds};
 use super::super::product::{
     Matrix, Product, WarpTile, add_product, read_pair, scale, write, write_rows,
 };
 use super::super::transform::{ELEMENTS, INVERSE, ROW, SYSTEM, clear_inverse, invert, rounded};
-use super::super::CHUNK_TOKENS;
 use super::levels::{
-    Operands, Role, Target, load_sums, load_weights, row_of_sums, scale_rows_by, scores, store_scores,
-    sums_len,
+    Operands, Role, Target, load_sums, load_weights, row_of_sums, scale_rows_by, scores,
+    store_scores, sums_len,
 };
 use super::{DiagonalConfig, DiagonalInputs};
 use crate::tile::product::{Place, Product as SplitProduct, multiply};
@@ -146,7 +146,8 @@ pub fn diagonal_transform(
     } else {
         decay_vectors(&mut arena, &numbers, &weights, layout, config);
         sync_cube();
-        let all = comptime!(Product::ab(layout.correction, layout.correction, [CHUNK_TOKENS, d, 16]));
+        let all =
+            comptime!(Product::ab(layout.correction, layout.correction, [CHUNK_TOKENS, d, 16]));
         let tile = WarpTile::new(all);
         if tile.exists {
             let mut acc = zeros(comptime!(all.fragments()));
