@@ -11,7 +11,7 @@ use crate::ops::rms_norm::rms_norm;
 
 /// Log decay of the step into a new document: its exponential is exactly 0, and so is that of any
 /// sum that contains it.
-const FORGET: f32 = -1e5;
+pub const FORGET: f32 = -1e5;
 
 /// S after the tokens so far.
 #[derive(Clone, Debug, Default)]
@@ -122,26 +122,13 @@ pub fn forget_at_starts<B: OpBackend>(
     log_decay: Tensor<B, 4>,
     documents: DocumentStarts<B>,
 ) -> Tensor<B, 4> {
-    fill_at_starts(log_decay, documents, FORGET)
-}
-
-/// `x` `[batch, heads, seq_len, channels]` with zeros for the first token of each document.
-pub fn zero_at_starts<B: OpBackend>(x: Tensor<B, 4>, documents: DocumentStarts<B>) -> Tensor<B, 4> {
-    fill_at_starts(x, documents, 0.0)
-}
-
-fn fill_at_starts<B: OpBackend>(
-    x: Tensor<B, 4>,
-    documents: DocumentStarts<B>,
-    value: f32,
-) -> Tensor<B, 4> {
-    let Some(starts) = documents else { return x };
+    let Some(starts) = documents else { return log_decay };
     let [batch, seq_len] = starts.dims();
     let positions = Tensor::<B, 1, Int>::arange(0..seq_len as i64, &starts.device());
     let positions = positions.cast(starts.dtype()).reshape([1, seq_len]).expand([batch, seq_len]);
     let first: Tensor<B, 4, Bool> = starts.equal(positions).reshape([batch, 1, seq_len, 1]);
-    let shape = x.shape();
-    x.mask_fill(first.expand(shape), value)
+    let shape = log_decay.shape();
+    log_decay.mask_fill(first.expand(shape), FORGET)
 }
 
 #[cfg(test)]

@@ -36,25 +36,27 @@
 //! Decoding keeps only S: kv_heads · head_dim · value_dim elements at any length. A token costs a few
 //! multiply-adds per element.
 
+mod cuda;
 mod masks;
 mod recurrence;
 #[cfg(test)]
 mod tests;
+mod time_mix;
 
-use burn::tensor::{DType, FloatDType, Tensor, activation::sigmoid};
+use burn::tensor::{DType, Tensor, activation::sigmoid};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-use self::recurrence::{Wkv, WkvInputs, wkv};
+use self::recurrence::wkv;
+use self::time_mix::{TimeMix, time_mix};
 use super::chunked::{self, diagonal};
-use super::recurrent::{by_head, by_token, forget_at_starts, unit, zero_at_starts};
+use super::recurrent::by_head;
 use super::saved::Channels;
 use super::{
     AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, Kernel, LowRank,
     LowRankActivation, ParameterSpec, ProjectionSpec, Variant, VariantSpec,
 };
 use crate::backend::{OpBackend, primitive, tensor};
-use crate::ops::layer_norm::layer_norm;
 
 /// e^−½: the strongest decay of a step is exp(−e^−½).
 const MAX_DECAY: f64 = 0.606_530_659_712_633_4;
@@ -111,94 +113,6 @@ impl Config {
             _ => LowRank::default_rank(0.6 * (width as f64).powf(0.8), width),
         })
     }
-
-    /// Outputs of the tokens, where `recurrence` gives r_t S_tᵀ of each.
-    ///
-    /// All but the recurrence runs in the memory order of the layer's projections,
-    /// `[batch, seq_len, heads · channels]`, where products with the learned vectors, and their gradients,
-    /// act on whole rows.
-    fn run<B: OpBackend>(
-        &self,
-        shape: &AttentionShape,
-        inputs: Inputs<B>,
-        recurrence: impl FnOnce(WkvInputs<B>) -> Tensor<B, 4>,
-    ) -> Tensor<B, 4> {
-        let Inputs { q, k, v, projections, parameters } = inputs;
-        let dtype = q.dtype();
-        let [d, rate, gate] = &projections[..] else { panic!("decay, learning rate and gate") };
-        let [xi, alpha, rho, scale, bias] = &parameters[..] else { panic!("five vectors") };
-        let (heads, kv_heads) = (shape.heads, shape.kv_heads);
-        let row = |x: &Tensor<B, 1>| x.clone().cast(dtype).reshape([1, 1, -1]);
-
-        let [r, k] = [q.clone(), k].map(by_token);
-        let rate = sigmoid(rate.clone().cast(dtype));
-        let key = k.clone() * ((rate.clone() - 1.0) * row(alpha) + 1.0);
-        let removal = unit_heads(k * row(xi), kv_heads);
-        let inputs = WkvInputs {
-            r: q,
-            log_decay: by_head(sigmoid(d.clone().cast(FloatDType::F32)) * -MAX_DECAY, kv_heads),
-            correction: by_head(rate * removal.clone(), kv_heads),
-            removal: by_head(removal, kv_heads),
-            key: by_head(key.clone(), kv_heads),
-            v: v.clone(),
-        };
-        let o = recurrence(inputs);
-
-        let ones = Tensor::ones([o.dims()[3]], &o.device());
-        let o = by_token(layer_norm(o, ones, None, NORM_EPS * shape.head_dim as f32));
-        let weight = r * repeat(key, kv_heads, shape.group()) * row(rho);
-        let v = repeat(by_token(v), kv_heads, shape.group());
-        let o = o * row(scale) + row(bias) + times_head_sums(v, weight, heads);
-        by_head(o * gate.clone().cast(dtype), heads)
-    }
-}
-
-/// r_t S_tᵀ of every token by the kernel.
-fn by_kernel<B: OpBackend>(
-    inputs: WkvInputs<B>,
-    documents: DocumentStarts<B>,
-    path: ExecPath,
-) -> Tensor<B, 4> {
-    let WkvInputs { r, log_decay, removal, correction, key, v } = inputs;
-    let removal = zero_at_starts(removal, documents.clone());
-    let log_decay = forget_at_starts(log_decay, documents);
-    let inputs = [r, log_decay, removal, correction, key, v].map(primitive);
-    tensor(path.run::<B, _, 6>(&Wkv, inputs, vec![]))
-}
-
-/// Each head of `[batch, seq_len, heads · channels]`, divided by its norm.
-fn unit_heads<B: OpBackend>(x: Tensor<B, 3>, heads: usize) -> Tensor<B, 3> {
-    let [batch, seq_len, features] = x.dims();
-    let x = x.reshape([batch, seq_len, heads, features / heads]);
-    unit(x, 1.0, KEY_EPS).reshape([batch, seq_len, features])
-}
-
-/// Repeats each head of `[batch, seq_len, heads · channels]` `group` times.
-fn repeat<B: OpBackend>(x: Tensor<B, 3>, heads: usize, group: usize) -> Tensor<B, 3> {
-    if group == 1 {
-        return x;
-    }
-    let [batch, seq_len, features] = x.dims();
-    x.reshape([batch, seq_len, heads, 1, features / heads]).repeat_dim(3, group).reshape([
-        batch,
-        seq_len,
-        group * features,
-    ])
-}
-
-/// Each head of `x` times the sum over the same head of `weight`; both are
-/// `[batch, seq_len, heads · channels]`, and may differ in channels.
-fn times_head_sums<B: OpBackend>(
-    x: Tensor<B, 3>,
-    weight: Tensor<B, 3>,
-    heads: usize,
-) -> Tensor<B, 3> {
-    let [batch, seq_len, features] = x.dims();
-    let [x, weight] = [x, weight].map(|x| {
-        let channels = x.dims()[2] / heads;
-        x.reshape([batch, seq_len, heads, channels])
-    });
-    (x * weight.sum_dim(3)).reshape([batch, seq_len, features])
 }
 
 /// The decay's initial bias: slow channels first, and a steeper curve in deeper layers.
@@ -290,10 +204,10 @@ impl VariantSpec for Config {
     ) -> f64 {
         let channels = Channels::of(self, shape);
         if let ExecPath::Kernel(_) = path {
-            // What the core saves, and what prepares and ends the recurrence.
+            // What the core saves; the logits of decay and learning rate, the gate and the recurrence's output.
             let update = diagonal::Update::Replace;
             let saved = diagonal::saved_bytes(update, shape, self.value_dim(shape));
-            let around = dtype.size() as f64 * (9.0 * channels.k + 6.0 * channels.o);
+            let around = dtype.size() as f64 * 2.0 * (channels.k + channels.o);
             return channels.by_kernel(dtype) + saved + around;
         }
         // r, k̃, v, κ̂, a, the decay and their products with its factors; the matrices and states of chunks.
@@ -323,15 +237,21 @@ impl Variant for Config {
 
     fn attend<B: OpBackend>(
         &self,
-        shape: &AttentionShape,
+        _shape: &AttentionShape,
         inputs: Inputs<B>,
         documents: DocumentStarts<B>,
         path: ExecPath,
     ) -> Tensor<B, 4> {
-        self.run(shape, inputs, |inputs| match path {
-            ExecPath::Kernel(_) => by_kernel(inputs, documents, path),
-            ExecPath::Reference => wkv(inputs, documents, None).0,
-        })
+        let Inputs { q, k, v, projections, parameters } = inputs;
+        let inputs: Vec<_> = [q, k, v]
+            .map(primitive)
+            .into_iter()
+            .chain(projections.into_iter().map(primitive))
+            .chain(parameters.into_iter().map(primitive))
+            .collect();
+        let inputs = inputs.try_into().expect("three projections and five vectors");
+        let ints = documents.into_iter().map(Tensor::into_primitive).collect();
+        tensor(path.run::<B, _, 11>(&TimeMix, inputs, ints))
     }
 
     fn log_retention<B: OpBackend>(
@@ -354,12 +274,12 @@ impl Variant for Config {
 
     fn extend<B: OpBackend>(
         &self,
-        shape: &AttentionShape,
+        _shape: &AttentionShape,
         inputs: Inputs<B>,
         state: &mut State<B>,
         _path: ExecPath,
     ) -> Tensor<B, 4> {
-        self.run(shape, inputs, |inputs| {
+        time_mix(inputs, |inputs| {
             let (o, end) = wkv(inputs, None, state.wkv.take());
             state.wkv = Some(end);
             o

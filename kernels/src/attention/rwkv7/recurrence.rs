@@ -21,14 +21,9 @@
 //! −e^−½, so the second factor stays below e^{0.61 · CHUNK_SIZE}, well inside f32's range.
 use burn::tensor::{Int, Tensor};
 
-use burn::tensor::ops::{FloatTensor, IntTensor};
-
 use super::masks::{Masks, mask, masked};
-use crate::attention::chunked::diagonal::{Corrections, Diagonal, Saved};
 use crate::attention::recurrent::one_by_one;
-use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
-use crate::cuda::{CudaTensor, contiguous, reshaped};
-use crate::ops::cuda::dims;
+use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
 
 /// Tokens per chunk, a power of two.
@@ -65,82 +60,6 @@ impl<B: OpBackend> WkvInputs<B> {
             key: f(&self.key),
             v: f(&self.v),
         }
-    }
-}
-
-/// r_t S_tᵀ as an operation: inputs r, ln w, κ̂, a ⊙ κ̂, k̃ and v, as in [`WkvInputs`]. On CUDA, where all but ln w are
-/// bf16, the core for decays per channel computes it (`docs/chunked.md`).
-#[derive(Clone, Debug)]
-pub(super) struct Wkv;
-
-impl Wkv {
-    /// The call of the core.
-    fn call(inputs: &[CudaTensor]) -> Diagonal {
-        let [r, log_decay, removal, correction, key, v] = inputs else { panic!("six inputs") };
-        let [batch, heads, seq_len, head_dim] = dims(r)[..] else { panic!("r of 4 dimensions") };
-        let [_, kv_heads, _, value_dim] = dims(v)[..] else { panic!("v of 4 dimensions") };
-        let rows = batch * kv_heads;
-        let of = |x: &CudaTensor, channels| reshaped(&contiguous(x), &[rows, seq_len, channels]);
-        Diagonal {
-            q: reshaped(&contiguous(r), &[rows, heads / kv_heads, seq_len, head_dim]),
-            k: of(key, head_dim),
-            v: of(v, value_dim),
-            log_decay: of(log_decay, head_dim),
-            corrections: Corrections::Vectors {
-                removal: of(removal, head_dim),
-                correction: of(correction, head_dim),
-            },
-        }
-    }
-}
-
-impl Op<6> for Wkv {
-    fn reference<B: OpBackend>(
-        &self,
-        inputs: [FloatTensor<B>; 6],
-        _ints: &[IntTensor<B>],
-    ) -> FloatTensor<B> {
-        let [r, log_decay, removal, correction, key, v] = inputs.map(tensor::<B, 4>);
-        let inputs = WkvInputs { r, log_decay, removal, correction, key, v };
-        primitive(wkv(inputs, None, None).0)
-    }
-
-    fn cuda_forward(
-        &self,
-        inputs: &[CudaTensor; 6],
-        _ints: &[CudaTensor],
-        needs: [bool; 6],
-    ) -> Option<Forward<CudaTensor>> {
-        let [batch, heads, seq_len, _] = dims(&inputs[0])[..] else { return None };
-        let (y, saved) = Self::call(inputs).forward();
-        let output = reshaped(&y, &[batch, heads, seq_len, dims(&inputs[5])[3]]);
-        let saved = match needs.contains(&true) {
-            true => inputs.iter().cloned().chain(saved.into_tensors()).collect(),
-            false => vec![],
-        };
-        Some(Forward { output, saved })
-    }
-
-    fn cuda_backward(
-        &self,
-        saved: Vec<CudaTensor>,
-        _ints: &[CudaTensor],
-        grad: CudaTensor,
-        _needs: [bool; 6],
-    ) -> [Option<CudaTensor>; 6] {
-        let (inputs, saved) = saved.split_at(6);
-        let call = Self::call(inputs);
-        let mut of_outputs = dims(&call.q);
-        of_outputs[3] = dims(&call.v)[2];
-        let grad = reshaped(&contiguous(&grad), &of_outputs);
-        let Diagonal { q, k, v, log_decay, corrections } =
-            call.backward(&Saved::from_tensors(saved), &grad);
-        let Corrections::Vectors { removal, correction } = corrections else {
-            unreachable!("the gradients are as the call")
-        };
-        let grads = [q, log_decay, removal, correction, k, v];
-        let mut shapes = inputs.iter().map(dims);
-        grads.map(|grad| Some(reshaped(&grad, &shapes.next().expect("six inputs"))))
     }
 }
 

@@ -152,14 +152,40 @@ const MIDDLE: usize = CHUNK_TOKENS / 2;
 /// within 2^±60, and their products, also of pairs that do not count, within f32.
 const MOST_DECAY: f32 = 60.0;
 
+/// The most decay from the chunk's start, base 2, to readers that split all decays there: their factors are at least
+/// 2^−90 and those of the writers before them at most 2^90, which bf16 holds with all its digits.
+const MOST_SINCE_START: f32 = 90.0;
+
 /// Whether all decays of the chunk can be split at its middle. All threads call it.
 #[cube]
-pub fn is_mild(sums: &SharedMemory<f32>, #[comptime] d: usize) -> bool {
+fn is_mild(sums: &SharedMemory<f32>, #[comptime] d: usize) -> bool {
     let row = comptime!(row_of_sums(d));
     let channel = UNIT_POS as usize % d;
     let middle = sums[comptime!(MIDDLE * row) + channel];
     let last = sums[comptime!(CHUNK_TOKENS * row) + channel];
     all_of_block(middle >= -MOST_DECAY && last - middle >= -MOST_DECAY)
+}
+
+/// How many readers, the chunk's first, can split their decays at its start. A reader's part depends on no later token.
+/// All threads call it.
+#[cube]
+fn near_start(sums: &SharedMemory<f32>, #[comptime] d: usize) -> u32 {
+    let row = comptime!(row_of_sums(d));
+    let channel = UNIT_POS as usize % d;
+    let mut count = u32::cast_from(CHUNK_TOKENS as u32);
+    if !all_of_block(sums[comptime!(CHUNK_TOKENS * row) + channel] >= -MOST_SINCE_START) {
+        count = u32::cast_from(0u32);
+        let mut step = u32::cast_from(MIDDLE as u32);
+        keep_loop();
+        for _ in 0..comptime!(CHUNK_TOKENS.ilog2()) {
+            let last = (count + step) as usize;
+            if all_of_block(sums[last * row + channel] >= -MOST_SINCE_START) {
+                count += step;
+            }
+            step >>= 1;
+        }
+    }
+    count
 }
 
 /// What a token does.
@@ -216,40 +242,41 @@ pub struct Operands {
     pub correction: Matrix,
     /// The keys of values beside corrections.
     pub key: Matrix,
-    /// Decayed: the readers of a level's later halves and the corrections of its earlier halves; or, split at the middle,
-    /// all readers.
+    /// Decayed: the readers of a level's later halves and the corrections of its earlier halves; or, with one reference
+    /// for the whole chunk, all readers.
     pub x: Matrix,
     /// Decayed keys.
     pub y: Matrix,
-    /// Corrections, decayed to the middle.
+    /// Corrections, decayed to that reference.
     pub w: Matrix,
 }
 
-/// Writes all vectors, decayed between their tokens and the middle of the chunk.
+/// Writes all vectors, decayed between their tokens and a row of sums.
 #[cube]
-fn scale_by_middle(
+fn scale_all(
     arena: &mut SharedMemory<Chunk>,
     sums: &SharedMemory<f32>,
     weights: &SharedMemory<f32>,
     after: usize,
+    #[comptime] reference: usize,
     #[comptime] o: Operands,
     #[comptime] config: DiagonalConfig,
 ) {
     let d = comptime!(config.head_dim);
-    scale_rows_by(arena, sums, weights, after, Role::Reads, MIDDLE, o.reader, o.x, d);
+    scale_rows_by(arena, sums, weights, after, Role::Reads, reference, o.reader, o.x, d);
     scale_rows_by(
         arena,
         sums,
         weights,
         after,
         comptime!(config.corrects_by()),
-        MIDDLE,
+        reference,
         o.correction,
         o.w,
         d,
     );
     if comptime!(config.writers() == 2) {
-        scale_rows_by(arena, sums, weights, after, Role::Writes, MIDDLE, o.key, o.y, d);
+        scale_rows_by(arena, sums, weights, after, Role::Writes, reference, o.key, o.y, d);
     }
 }
 
@@ -387,8 +414,9 @@ pub fn scores(
     let corrects = writer == 0;
     let mut scores = Scores { far: zeros(2usize), middle: zeros(2usize), near: zeros(2usize) };
     let (far, below, first) = (32 + block / 2 * BLOCK, block * 32, block * BLOCK);
-    if is_mild(sums, d) {
-        scale_by_middle(arena, sums, weights, after, o, config);
+    let near_start = near_start(sums, d);
+    if near_start > 0 {
+        scale_all(arena, sums, weights, after, 0usize, o, config);
         sync_cube();
         if exists {
             let at = select(corrects, comptime!(o.w.at).runtime(), comptime!(o.y.at).runtime());
@@ -397,21 +425,26 @@ pub fn scores(
                 add_block(arena, &mut scores.middle, below + BLOCK, at, below, o.x, d);
             }
             add_block(arena, &mut scores.near, first, at, first, o.x, d);
-            keep_lower(&mut scores.near, own);
+            keep_lower(&mut scores.near, first as u32, near_start, own);
         }
         sync_cube();
-    } else {
+    }
+    if near_start < comptime!(CHUNK_TOKENS as u32) {
         let at = select(corrects, comptime!(o.x.at).runtime(), comptime!(o.y.at).runtime());
         scale_level(arena, sums, weights, after, 32u32.runtime(), o, config);
         sync_cube();
         if exists {
-            add_block(arena, &mut scores.far, far, at, block % 2 * BLOCK, o.x, d);
+            let mut products = zeros(2usize);
+            add_block(arena, &mut products, far, at, block % 2 * BLOCK, o.x, d);
+            replace_later(&mut scores.far, &products, far as u32, near_start);
         }
         sync_cube();
         scale_level(arena, sums, weights, after, 16u32.runtime(), o, config);
         sync_cube();
         if exists && block < 2 {
-            add_block(arena, &mut scores.middle, below + BLOCK, at, below, o.x, d);
+            let mut products = zeros(2usize);
+            add_block(arena, &mut products, below + BLOCK, at, below, o.x, d);
+            replace_later(&mut scores.middle, &products, (below + BLOCK) as u32, near_start);
         }
         sync_cube();
 
@@ -421,7 +454,8 @@ pub fn scores(
             if exists {
                 let mut products = zeros(2usize);
                 add_block(arena, &mut products, first, at, first, o.reader, d);
-                add_where(&mut scores.near, &products, weights, writer, 0u32.runtime(), config);
+                let half = 0u32.runtime();
+                add_where(&mut scores.near, &products, weights, writer, half, near_start, config);
             }
         }
         let mut half = u32::cast_from(8u32);
@@ -432,7 +466,7 @@ pub fn scores(
             if exists {
                 let mut products = zeros(2usize);
                 add_block(arena, &mut products, first, at, first, o.x, d);
-                add_where(&mut scores.near, &products, weights, writer, half, config);
+                add_where(&mut scores.near, &products, weights, writer, half, near_start, config);
             }
             sync_cube();
             half >>= 1;
@@ -441,19 +475,22 @@ pub fn scores(
     scores
 }
 
-/// Sets the scores of a block on the diagonal to 0 whose writers are not before their readers or, with `own`, at them.
+/// Sets the scores of a block on the diagonal, from token `first` on, to 0 whose writers are not before their readers or,
+/// with `own`, at them; and those of readers from `readers` on.
 #[cube]
-fn keep_lower(near: &mut Accumulator, #[comptime] own: bool) {
+fn keep_lower(near: &mut Accumulator, first: u32, readers: u32, #[comptime] own: bool) {
     let lane = UNIT_POS_PLANE;
     #[unroll]
     for f in 0..2usize {
         let block = near.index_mut(f);
         #[unroll]
         for r in 0..2usize {
-            let mut end = lane / 4 + comptime!((8 * r) as u32);
+            let t = lane / 4 + comptime!((8 * r) as u32);
+            let mut end = t;
             if comptime!(own) {
                 end += 1;
             }
+            let end = select(first + t < readers, end, 0u32);
             let mut value = block[r];
             #[unroll]
             for c in 0..2usize {
@@ -465,7 +502,22 @@ fn keep_lower(near: &mut Accumulator, #[comptime] own: bool) {
     }
 }
 
-/// Adds the products of readers with writers that meet at a level, or, for `half` = 0, of tokens with themselves.
+/// Replaces the rows of a block, whose first is `first`, that are at `from` or later.
+#[cube]
+fn replace_later(block: &mut Accumulator, by: &Accumulator, first: u32, from: u32) {
+    #[unroll]
+    for f in 0..2usize {
+        let (to, products) = (block.index_mut(f), by.index(f));
+        #[unroll]
+        for r in 0..2usize {
+            let row = first + UNIT_POS_PLANE / 4 + comptime!((8 * r) as u32);
+            to[r] = select(row < from, to[r], products[r]);
+        }
+    }
+}
+
+/// Adds the products of readers from `readers` on with writers that meet at a level, or, for `half` = 0, of tokens with
+/// themselves.
 #[cube]
 fn add_where(
     near: &mut Accumulator,
@@ -473,6 +525,7 @@ fn add_where(
     weights: &SharedMemory<f32>,
     writer: usize,
     half: u32,
+    readers: u32,
     #[comptime] config: DiagonalConfig,
 ) {
     let (block, _) = block_and_writer();
@@ -494,6 +547,7 @@ fn add_where(
                 } else if comptime!(config.is_weighted()) {
                     weight = select(writer == 0, weights[block * BLOCK + s as usize], 1f32);
                 }
+                let counts = counts && block as u32 * comptime!(BLOCK as u32) + t >= readers;
                 value[c] = select(counts, value[c] * weight, 0f32);
             }
             sum[r] = sum[r] + value;
@@ -585,7 +639,7 @@ pub fn add_near(
     #[comptime] config: DiagonalConfig,
 ) {
     if is_mild(sums, comptime!(config.head_dim)) {
-        scale_by_middle(arena, sums, weights, after, o, config);
+        scale_all(arena, sums, weights, after, MIDDLE, o, config);
         sync_cube();
         if tile.exists {
             // No block is too small for its tokens to be told apart: d_scores has zeros where there is no score.

@@ -343,37 +343,3 @@ fn repeated_keys_agree_with_recurrences() {
     Sample { what: "replaced", ..replace().rates(|_| 1.0) }.check(0.01);
     Sample { what: "nothing removed", ..replace().rates(|_| 0.0) }.check(0.006);
 }
-
-#[test]
-#[ignore = "profile"]
-fn profile() {
-    let sizes: Vec<usize> =
-        std::env::var("SIZES").unwrap().split(',').map(|x| x.parse().unwrap()).collect();
-    let [rows, len, d, values] = sizes[..] else { panic!() };
-    fn of<const D: usize>(shape: [usize; D], low: f64, high: f64, dtype: DType) -> CudaTensor {
-        let range = burn::tensor::Distribution::Uniform(low, high);
-        let x = Tensor::<Cuda, D>::random(shape, range, &Default::default());
-        primitive(if dtype == DType::BF16 { x.cast(FloatDType::BF16) } else { x })
-    }
-    let b = DType::BF16;
-    let v = |n: f64| of([rows, len, d], -n, n, b);
-    for update in [Update::Additive, Update::Delta, Update::Replace] {
-        let call = Diagonal {
-            q: of([rows, 1, len, d], -0.2, 0.2, b),
-            k: v(0.2),
-            v: of([rows, len, values], -1.7, 1.7, b),
-            log_decay: of([rows, len, d], -0.6, 0.0, DType::F32),
-            corrections: match update {
-                Update::Additive => Corrections::None,
-                Update::Delta => Corrections::Weights(of([rows, len, 1], 0.0, 1.0, DType::F32)),
-                Update::Replace => Corrections::Vectors { removal: v(0.2), correction: v(0.1) },
-            },
-        };
-        let grad = of([rows, 1, len, values], -1.0, 1.0, b);
-        for _ in 0..2 {
-            let (_, saved) = call.forward();
-            let grads = call.backward(&saved, &grad);
-            let _ = tensor::<Cuda, 3>(grads.k).slice([0..1, 0..1, 0..1]).into_data();
-        }
-    }
-}
