@@ -160,7 +160,7 @@ impl Place {
 #[cube]
 fn steps(sizes: &TimeMixSizes, #[comptime] split: RowSplit) -> usize {
     let share = CUBE_COUNT_X * split.groups as u32;
-    ((sizes.tokens + share - 1) / share) as usize
+    sizes.tokens.div_ceil(share) as usize
 }
 
 /// A chunk in f32; zeros unless it `exists`.
@@ -210,10 +210,21 @@ fn of_head(x: &Array<Wide>, head: usize, place: &Place, sizes: &TimeMixSizes) ->
     x[head * sizes.chunks as usize + place.chunk]
 }
 
-/// Whether the token is the first of a document.
+/// Whether the token is the first of a document; without `packed` documents, `starts` is not read, and the state before
+/// a row's first token is 0.
 #[cube]
-fn is_first(starts: &Array<i32>, place: &Place, sizes: &TimeMixSizes) -> bool {
-    starts[place.sequence * sizes.seq_len as usize + place.token] == place.token as i32
+fn is_first(
+    starts: &Array<i32>,
+    place: &Place,
+    sizes: &TimeMixSizes,
+    #[comptime] packed: bool,
+) -> bool {
+    let mut first = false;
+    if comptime!(packed) {
+        let at = place.sequence * sizes.seq_len as usize + place.token;
+        first = starts[at] == place.token as i32;
+    }
+    first
 }
 
 /// The recurrence's vectors.
@@ -245,11 +256,9 @@ pub fn prepare(
         let unit = kappa * all(inverse);
         let mut removal = unit;
         let mut log_decay = sigmoids(d) * all(comptime!(-MAX_DECAY as f32));
-        if comptime!(packed) {
-            if is_first(starts, &place, &sizes) {
-                removal = zeros();
-                log_decay = all(FORGET);
-            }
+        if is_first(starts, &place, &sizes, packed) {
+            removal = zeros();
+            log_decay = all(FORGET);
         }
         vectors.log_decay[at] = log_decay;
         vectors.removal[at] = Chunk::cast_from(removal);
@@ -446,11 +455,9 @@ pub fn prepare_back(
         if exists {
             d_log_decay = vectors.log_decay[at];
         }
-        if comptime!(packed) {
-            if is_first(starts, &place, &sizes) {
-                d_removal = zeros();
-                d_log_decay = zeros();
-            }
+        if is_first(starts, &place, &sizes, packed) {
+            d_removal = zeros();
+            d_log_decay = zeros();
         }
         let of_unit = d_removal + a * d_correction;
         let along = sum(of_unit * unit, split);
