@@ -48,6 +48,7 @@ use super::blocks::repeat_heads;
 use super::chunked::{self, Decays, Grads, Update};
 use super::linear::GatedLinear;
 use super::linear::reference::LinearInputs;
+use super::recurrent::step::{Correction, Token};
 use super::recurrent::{State, by_head, forget_at_starts, unit};
 use super::saved::Channels;
 use super::{AttentionShape, DocumentStarts, ExecPath};
@@ -148,12 +149,20 @@ impl DeltaRule {
         inputs: DeltaInputs<B>,
         state: &mut State<B>,
     ) -> Tensor<B, 4> {
-        let start = state.s.take();
-        let q = inputs.q.clone();
-        let values = CorrectedValues { chunk: self.chunk };
-        let DeltaInputs { k, v, beta, log_decay, .. } = inputs;
-        let v = values.forward([k.clone(), v, beta, log_decay.clone()], start.clone());
-        let (y, end) = self.linear().forward(LinearInputs { q, k, v, log_decay }, start);
+        let DeltaInputs { q, k, v, beta, log_decay } = inputs;
+        let [rows, group, seq_len, d] = q.dims();
+        let (y, end) = match state.s.take() {
+            Some(start) if seq_len == 1 => {
+                let (q, correction) = (q.reshape([rows, group, d]), Correction::Weight(beta));
+                let (y, end) = Token { q, k, v, log_decay, correction }.advance(start);
+                (y.unsqueeze_dim(2), end)
+            }
+            start => {
+                let values = CorrectedValues { chunk: self.chunk };
+                let v = values.forward([k.clone(), v, beta, log_decay.clone()], start.clone());
+                self.linear().forward(LinearInputs { q, k, v, log_decay }, start)
+            }
+        };
         state.s = Some(end);
         heads(y, shape)
     }

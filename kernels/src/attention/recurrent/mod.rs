@@ -1,5 +1,7 @@
-//! What the variants with a constant-size state share: layouts, the step size of a decay, and log decays
-//! that reset the state at the start of a document.
+//! What the variants with a constant-size state share: a token's step in decoding, layouts, the step size of a decay,
+//! and log decays that reset the state at the start of a document.
+
+pub mod step;
 
 use burn::tensor::{Bool, Int, Tensor};
 use longwall_config::Problems;
