@@ -29,6 +29,7 @@ pub mod lssar;
 pub mod mamba2;
 mod output_norm;
 pub mod path;
+mod per_token;
 pub mod power;
 pub mod probe;
 pub mod rectified;

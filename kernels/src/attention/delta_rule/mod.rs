@@ -49,9 +49,9 @@ use super::chunked::{self, Decays, Grads, Update};
 use super::linear::GatedLinear;
 use super::linear::reference::LinearInputs;
 use super::recurrent::step::{Correction, Token};
-use super::recurrent::{State, by_head, forget_at_starts, unit};
+use super::recurrent::{State, by_head, unit};
 use super::saved::Channels;
-use super::{AttentionShape, DocumentStarts, ExecPath};
+use super::{AttentionShape, ExecPath};
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::CudaTensor;
 use crate::device::DeviceKind;
@@ -85,24 +85,21 @@ pub struct DeltaInputs<B: OpBackend> {
 }
 
 impl<B: OpBackend> DeltaInputs<B> {
-    /// Prepares the inputs of a layer: q and k get unit length, q the scale 1/√head_dim, and the first token of a
-    /// document clears the state.
+    /// Prepares the inputs of a layer: q and k get unit length, q the scale 1/√head_dim.
     ///
     /// - `q`: `[batch, query_heads, seq_len, head_dim]`, `k`: `[batch, key_heads, seq_len, head_dim]`
     /// - `v`: `[batch, kv_heads, seq_len, value_dim]`
     /// - `beta`: `[batch, seq_len, kv_heads]`
-    /// - `log_decay`: `[batch, kv_heads, seq_len, 1 or head_dim]`
+    /// - `log_decay`: `[batch, kv_heads, seq_len, 1 or head_dim]`, which clears the state at a document's first token
     pub fn new(
         shape: &AttentionShape,
         [q, k, v]: [Tensor<B, 4>; 3],
         beta: Tensor<B, 3>,
         log_decay: Tensor<B, 4>,
-        documents: DocumentStarts<B>,
     ) -> Self {
         let [batch, key_heads, seq_len, d] = k.dims();
         let (kv_heads, group) = (shape.kv_heads, shape.group());
         let rows = batch * kv_heads;
-        let log_decay = forget_at_starts(log_decay, documents);
         let [channels, values] = [log_decay.dims()[3], v.dims()[3]];
         let [q, k] = [unit(q, shape.scale(), KEY_EPS), unit(k, 1.0, KEY_EPS)];
         let serves = kv_heads / key_heads;

@@ -44,9 +44,10 @@ use serde::{Deserialize, Serialize};
 
 use super::chunked::{self, Decays};
 use super::delta_rule::{DeltaInputs, DeltaRule};
+use super::per_token::gated_norm::{GateActivation, gated_norm};
 use super::recurrent::{
-    STEP_BIAS, State, by_head, decay_of_steps, step_size, validate_chunk, validate_key_heads,
-    validate_value_dim,
+    STEP_BIAS, State, decay_of_steps, forget_at_starts, step_size, validate_chunk,
+    validate_key_heads, validate_value_dim,
 };
 use super::saved::Channels;
 use super::{
@@ -55,7 +56,6 @@ use super::{
 };
 use crate::backend::OpBackend;
 use crate::device::DeviceKind;
-use crate::ops::activation::silu;
 use crate::ops::rms_norm::rms_norm;
 
 /// Added to the mean square of an output.
@@ -114,11 +114,12 @@ impl Config {
         let [decay, beta] = [decay, beta].map(|x| x.clone().cast(FloatDType::F32));
         let beta = sigmoid(beta) * most;
         let log_decay = decay_of_steps(step_size(decay, bias.clone()), rate.clone());
-        let y = rule(DeltaInputs::new(shape, [q, k, v], beta, log_decay, documents));
-        let o = rms_norm(y, norm.clone(), EPS);
+        let log_decay = forget_at_starts(log_decay, documents);
+        let y = rule(DeltaInputs::new(shape, [q, k, v], beta, log_decay));
+        let norm = norm.clone();
         match gate {
-            [gate] => o * silu(by_head(gate.clone(), shape.heads)),
-            _ => o,
+            [gate] => gated_norm(y, norm, gate.clone(), GateActivation::Silu, EPS),
+            _ => rms_norm(y, norm, EPS),
         }
     }
 }
@@ -136,7 +137,7 @@ impl VariantSpec for Config {
         }
     }
 
-    /// Decoding on CUDA runs the reference.
+    /// Decoding on CUDA runs the reference, where a token is one step of its own ([`Token`](super::recurrent::step::Token)).
     fn serves_length(
         &self,
         kernel: Kernel,
@@ -198,7 +199,7 @@ impl VariantSpec for Config {
         dtype: DType,
     ) -> f64 {
         let channels = Channels::of(self, shape);
-        // y before the norm, and the gate's SiLU.
+        // y before the norm, and the gate.
         let outputs = 2.0 * channels.o * path.saved_size(dtype);
         outputs + self.rule().saved_bytes_per_token(&channels, shape, seq_len, path)
     }

@@ -43,9 +43,9 @@ use serde::{Deserialize, Serialize};
 
 use super::chunked::{self, Decays};
 use super::delta_rule::{DeltaInputs, DeltaRule};
-use super::recurrent::{
-    State, by_head, decay_of_steps, step_size, validate_chunk, validate_value_dim,
-};
+use super::per_token::channel_decay::decay_of_step_logits;
+use super::per_token::gated_norm::{GateActivation, gated_norm};
+use super::recurrent::{State, decay_of_steps, step_size, validate_chunk, validate_value_dim};
 use super::saved::Channels;
 use super::{
     AttentionShape, DocumentStarts, ExecPath, Init, Inputs, Kernel, LowRankActivation,
@@ -53,7 +53,6 @@ use super::{
 };
 use crate::backend::OpBackend;
 use crate::device::DeviceKind;
-use crate::ops::rms_norm::rms_norm;
 
 /// Added to the mean square of an output.
 const EPS: f32 = 1e-5;
@@ -110,11 +109,10 @@ impl Config {
         let [decay, beta, gate] = &projections[..] else { panic!("decay, beta and gate") };
         let [rate, bias, norm] = &parameters[..] else { panic!("three vectors") };
         let most = if self.negative_eigenvalues { 2.0 } else { 1.0 };
-        let [decay, beta] = [decay, beta].map(|x| x.clone().cast(FloatDType::F32));
-        let beta = sigmoid(beta) * most;
-        let log_decay = decay_of_steps(step_size(decay, bias.clone()), rate.clone());
-        let y = rule(DeltaInputs::new(shape, [q, k, v], beta, log_decay, documents));
-        rms_norm(y, norm.clone(), EPS) * sigmoid(by_head(gate.clone(), shape.heads))
+        let beta = sigmoid(beta.clone().cast(FloatDType::F32)) * most;
+        let log_decay = decay_of_step_logits(decay.clone(), bias.clone(), rate.clone(), documents);
+        let y = rule(DeltaInputs::new(shape, [q, k, v], beta, log_decay));
+        gated_norm(y, norm.clone(), gate.clone(), GateActivation::Sigmoid, EPS)
     }
 }
 
@@ -133,7 +131,7 @@ impl VariantSpec for Config {
         }
     }
 
-    /// Decoding on CUDA runs the reference.
+    /// Decoding on CUDA runs the reference, where a token is one step of its own ([`Token`](super::recurrent::step::Token)).
     fn serves_length(
         &self,
         kernel: Kernel,
@@ -199,9 +197,10 @@ impl VariantSpec for Config {
         dtype: DType,
     ) -> f64 {
         let channels = Channels::of(self, shape);
-        // y before the norm and the gate; the decay's steps and logarithms.
-        let outputs = 2.0 * (path.saved_size(dtype) * channels.o + 4.0 * channels.k);
-        outputs + self.rule().saved_bytes_per_token(&channels, shape, seq_len, path)
+        // y before the norm, and the gate; the decay's logits and logarithms.
+        let size = path.saved_size(dtype);
+        let around = size * (2.0 * channels.o + channels.k) + 4.0 * channels.k;
+        around + self.rule().saved_bytes_per_token(&channels, shape, seq_len, path)
     }
 
     fn has_retention(&self) -> bool {

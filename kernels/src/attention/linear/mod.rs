@@ -33,13 +33,14 @@ pub(super) mod reference;
 mod tests;
 
 use burn::tensor::ops::{FloatTensor, IntTensor};
-use burn::tensor::{DType, FloatDType, Tensor};
+use burn::tensor::{DType, Tensor};
 use burn_flex::FlexTensor;
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use self::reference::LinearInputs;
 use super::chunked::{self, Decays, Grads, Update};
+use super::per_token::channel_decay::decay_of_gate;
 use super::recurrent::{forget_at_starts, validate_chunk};
 use super::rotation::{Rotation, Scaling, rotate};
 use super::saved::Channels;
@@ -50,7 +51,6 @@ use super::{
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::CudaTensor;
 use crate::device::DeviceKind;
-use crate::ops::activation::log_sigmoid;
 use crate::ops::rms_norm::rms_norm;
 
 /// Added to the mean square of an output.
@@ -134,12 +134,16 @@ impl Config {
         GatedLinear { chunk: self.chunk }
     }
 
-    /// ℓ of the gate's logits `[batch, seq_len, kv_heads · channels]`: `[batch, kv_heads, seq_len, channels]`.
-    fn log_decay<B: OpBackend>(&self, kv_heads: usize, logits: Tensor<B, 3>) -> Tensor<B, 4> {
-        let [batch, seq_len, features] = logits.dims();
+    /// ℓ of the gate's logits `[batch, seq_len, kv_heads · channels]`: `[batch, kv_heads, seq_len, channels]`; it clears
+    /// the state at the first token of each of the `documents`.
+    fn log_decay<B: OpBackend>(
+        &self,
+        kv_heads: usize,
+        logits: Tensor<B, 3>,
+        documents: DocumentStarts<B>,
+    ) -> Tensor<B, 4> {
         let temperature = if self.gate == Gate::Diagonal { TEMPERATURE } else { 1.0 };
-        let logs = log_sigmoid(logits.cast(FloatDType::F32)) / temperature;
-        logs.reshape([batch, seq_len, kv_heads, features / kv_heads]).swap_dims(1, 2)
+        decay_of_gate(logits, kv_heads, temperature, documents)
     }
 
     /// The operation's inputs, from position `first` on.
@@ -156,13 +160,12 @@ impl Config {
         let q = q * shape.scale();
         let (kv_heads, rows) = (shape.kv_heads, batch * shape.kv_heads);
         let log_decay = match logits {
-            Some(logits) => self.log_decay(kv_heads, logits),
+            Some(logits) => self.log_decay(kv_heads, logits, documents),
             None => {
                 let options = (&q.device(), DType::F32);
-                Tensor::zeros([batch, kv_heads, seq_len, 1], options)
+                forget_at_starts(Tensor::zeros([batch, kv_heads, seq_len, 1], options), documents)
             }
         };
-        let log_decay = forget_at_starts(log_decay, documents);
         let channels = log_decay.dims()[3];
         LinearInputs {
             q: q.reshape([rows, shape.group(), seq_len, head_dim]),
@@ -187,7 +190,7 @@ impl VariantSpec for Config {
         }
     }
 
-    /// Decoding on CUDA runs the reference.
+    /// Decoding on CUDA runs the reference, where a token is one step of its own ([`Token`](super::recurrent::step::Token)).
     fn serves_length(
         &self,
         kernel: Kernel,
@@ -241,8 +244,11 @@ impl VariantSpec for Config {
         if let ExecPath::Kernel(device) = path {
             let decays = self.decays();
             let saved = self.op().saved_by_kernel(decays, &channels, shape, device);
-            // The logits and the log decays of channels in f32.
-            let gates = if decays == Decays::PerChannel { 8.0 * channels.k } else { 0.0 };
+            // The logits of channels, and their decays in f32.
+            let gates = match decays {
+                Decays::PerChannel => (dtype.size() as f64 + 4.0) * channels.k,
+                Decays::PerToken => 0.0,
+            };
             return channels.by_kernel(dtype) + saved + gates;
         }
         channels.in_f32() + self.op().saved_by_reference(&channels, shape, seq_len)
@@ -286,7 +292,7 @@ impl Variant for Config {
         inputs: Inputs<B>,
     ) -> Option<Tensor<B, 4>> {
         let logits = inputs.projections.into_iter().next();
-        logits.map(|logits| self.log_decay(shape.kv_heads, logits))
+        logits.map(|logits| self.log_decay(shape.kv_heads, logits, None))
     }
 
     fn init_state<B: OpBackend>(

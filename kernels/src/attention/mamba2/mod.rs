@@ -139,7 +139,7 @@ impl VariantSpec for Config {
         }
     }
 
-    /// Decoding on CUDA runs the reference.
+    /// Decoding on CUDA runs the reference, where a token is one step of its own ([`Token`](super::recurrent::step::Token)).
     fn serves_length(
         &self,
         kernel: Kernel,

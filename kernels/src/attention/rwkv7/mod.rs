@@ -133,7 +133,7 @@ impl VariantSpec for Config {
         chunked::serves(kernel.dtype, shape.head_dim, self.value_dim(shape))
     }
 
-    /// Decoding runs the reference.
+    /// Decoding runs the reference, where a token is one step of its own ([`Token`](super::recurrent::step::Token)).
     fn serves_length(
         &self,
         _kernel: Kernel,

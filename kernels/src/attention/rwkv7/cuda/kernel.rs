@@ -1,32 +1,18 @@
 //! What comes before and after the recurrence, and the gradients, in the notation of [`rwkv7`](super::super).
 //!
-//! Tensors are `[batch, heads, seq_len, head_dim]` at strides, in chunks of 8 channels. A token of a head belongs to a
-//! group of neighbouring threads, one for each chunk. Sums over tokens have an owner and a fixed order: a block adds up
-//! every `CUBE_COUNT_X`-th step of its head's tokens, and writes its part.
+//! Tensors are `[batch, heads, seq_len, head_dim]` at strides, in chunks of 8 channels
+//! ([`per_token`](crate::attention::per_token)).
 
 use cubecl::prelude::*;
 
 use super::super::{KEY_EPS, MAX_DECAY};
+use crate::attention::per_token::kernel::{
+    Place, TokenSizes, Wide, all, is_first, load, of_head, sigmoids, steps, sum, sums_of_tokens,
+    zeros,
+};
 use crate::attention::recurrent::FORGET;
-use crate::ops::activation::kernel::sigmoid;
-use crate::ops::cuda::block::{HeadStrides, RowSplit, sum_row, sum_vector, write_sum};
+use crate::ops::cuda::block::{HeadStrides, RowSplit, write_sum};
 use crate::tile::{CHUNK, Chunk};
-
-/// A chunk of channels in f32.
-pub type Wide = Vector<f32, Const<CHUNK>>;
-
-/// The sizes of a call.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-pub struct TimeMixSizes {
-    /// Tokens of all sequences.
-    pub tokens: u32,
-    /// Tokens of a sequence.
-    pub seq_len: u32,
-    /// Chunks of a head.
-    pub chunks: u32,
-    /// Query heads per key head.
-    pub group: u32,
-}
 
 /// What the recurrence's vectors are made of.
 #[derive(CubeType, CubeLaunch)]
@@ -78,6 +64,8 @@ pub struct HeadInputs {
     scale: Array<Wide>,
     /// The norm's bias, likewise.
     bias: Array<Wide>,
+    /// Query heads per key head.
+    group: u32,
 }
 
 /// What a query head gives to gradients, `[batch, heads, seq_len, head_dim]`, contiguous but for the gate's.
@@ -121,112 +109,6 @@ pub struct InputGrads {
     parts: Array<Wide>,
 }
 
-/// A thread's chunk of a token.
-#[derive(CubeType, Clone, Copy)]
-struct Place {
-    sequence: usize,
-    /// The token's number in its sequence.
-    token: usize,
-    chunk: usize,
-    /// Whether there is such a token and such a chunk; if not, it is the last.
-    exists: bool,
-}
-
-#[cube]
-impl Place {
-    /// That of step `step` of the block.
-    fn new(step: usize, sizes: &TimeMixSizes, #[comptime] split: RowSplit) -> Place {
-        let (own, lane) = (UNIT_POS / split.threads as u32, UNIT_POS % split.threads as u32);
-        let number = (step as u32 * CUBE_COUNT_X + CUBE_POS_X) * split.groups as u32 + own;
-        let token = min(number, sizes.tokens - 1);
-        Place {
-            sequence: (token / sizes.seq_len) as usize,
-            token: (token % sizes.seq_len) as usize,
-            chunk: min(lane, sizes.chunks - 1) as usize,
-            exists: number < sizes.tokens && lane < sizes.chunks,
-        }
-    }
-
-    /// Its index in a tensor with these strides.
-    fn of(&self, strides: &HeadStrides, head: usize) -> usize {
-        self.sequence * strides.batch as usize
-            + head * strides.head as usize
-            + self.token * strides.row as usize
-            + self.chunk
-    }
-}
-
-/// Steps of a block over all tokens.
-#[cube]
-fn steps(sizes: &TimeMixSizes, #[comptime] split: RowSplit) -> usize {
-    let share = CUBE_COUNT_X * split.groups as u32;
-    sizes.tokens.div_ceil(share) as usize
-}
-
-/// A chunk in f32; zeros unless it `exists`.
-#[cube]
-fn load(x: &Array<Chunk>, at: usize, exists: bool) -> Wide {
-    let mut value = zeros();
-    if exists {
-        value = Wide::cast_from(x[at]);
-    }
-    value
-}
-
-#[cube]
-fn zeros() -> Wide {
-    Wide::cast_from(0f32)
-}
-
-#[cube]
-fn all(x: f32) -> Wide {
-    Wide::cast_from(x)
-}
-
-#[cube]
-fn sigmoids(x: Wide) -> Wide {
-    let mut y = x;
-    #[unroll]
-    for i in 0..CHUNK {
-        y[i] = sigmoid(x[i]);
-    }
-    y
-}
-
-/// The sum of a token's elements.
-#[cube]
-fn sum(x: Wide, #[comptime] split: RowSplit) -> f32 {
-    let mut sums = Array::<f32>::new(1usize);
-    // A token's threads are in one warp, which needs no scratch.
-    let mut scratch = SharedMemory::<f32>::new(1usize);
-    sums[0] = sum_vector(x);
-    sum_row(&mut sums, &mut scratch, 1usize, split.threads);
-    sums[0]
-}
-
-/// The chunk at a token's place in parameters `[heads, head_dim]`.
-#[cube]
-fn of_head(x: &Array<Wide>, head: usize, place: &Place, sizes: &TimeMixSizes) -> Wide {
-    x[head * sizes.chunks as usize + place.chunk]
-}
-
-/// Whether the token is the first of a document; without `packed` documents, `starts` is not read, and the state before
-/// a row's first token is 0.
-#[cube]
-fn is_first(
-    starts: &Array<i32>,
-    place: &Place,
-    sizes: &TimeMixSizes,
-    #[comptime] packed: bool,
-) -> bool {
-    let mut first = false;
-    if comptime!(packed) {
-        let at = place.sequence * sizes.seq_len as usize + place.token;
-        first = starts[at] == place.token as i32;
-    }
-    first
-}
-
 /// The recurrence's vectors.
 ///
 /// - `starts`: the start of each token's document, `[batch, seq_len]`, if `packed`
@@ -238,7 +120,7 @@ pub fn prepare(
     starts: &Array<i32>,
     vectors: &mut Vectors,
     strides: HeadStrides,
-    sizes: TimeMixSizes,
+    sizes: TokenSizes,
     #[comptime] packed: bool,
     #[comptime] split: RowSplit,
 ) {
@@ -291,12 +173,12 @@ impl Normed {
         head: usize,
         place: &Place,
         eps: f32,
-        sizes: &TimeMixSizes,
+        sizes: &TokenSizes,
         #[comptime] split: RowSplit,
     ) -> Normed {
         let exists = place.exists;
         let at = place.of(&inputs.strides, head);
-        let of_key = place.of(&inputs.key_strides, head / sizes.group as usize);
+        let of_key = place.of(&inputs.key_strides, head / inputs.group as usize);
         let o = load(&inputs.o, at, exists);
         let r = load(&inputs.r, at, exists);
         let key = load(&inputs.key, of_key, exists);
@@ -326,7 +208,7 @@ pub fn finish(
     y: &mut Array<Chunk>,
     y_strides: HeadStrides,
     eps: f32,
-    sizes: TimeMixSizes,
+    sizes: TokenSizes,
     #[comptime] split: RowSplit,
 ) {
     let head = CUBE_POS_Y as usize;
@@ -350,7 +232,7 @@ pub fn finish_back(
     dy_strides: HeadStrides,
     grads: &mut HeadGrads,
     eps: f32,
-    sizes: TimeMixSizes,
+    sizes: TokenSizes,
     #[comptime] split: RowSplit,
 ) {
     let head = CUBE_POS_Y as usize;
@@ -390,13 +272,6 @@ pub fn finish_back(
     write_sum(&d_bias, &mut grads.parts, out + 2 * row, chunks, split);
 }
 
-#[cube]
-fn sums_of_tokens() -> Array<Wide> {
-    let mut sums = Array::<Wide>::new(1usize);
-    sums[0] = zeros();
-    sums
-}
-
 /// The gradients through [`prepare`]: those of the recurrence's inputs, with what [`finish_back`] left, and from them
 ///
 /// - da = db ⊙ κ̂ + dk̃ ⊙ k ⊙ α, and of the key's direction e = dκ̂ + a ⊙ db
@@ -412,8 +287,9 @@ pub fn prepare_back(
     by_head: &HeadGrads,
     strides: HeadStrides,
     head_strides: HeadStrides,
+    group: u32,
     grads: &mut InputGrads,
-    sizes: TimeMixSizes,
+    sizes: TokenSizes,
     #[comptime] packed: bool,
     #[comptime] split: RowSplit,
 ) {
@@ -429,8 +305,8 @@ pub fn prepare_back(
         // 1. r, v and k̃ with the parts by the query heads' bonus.
         let mut d_key = load(&vectors.key, at, exists);
         let mut d_v = load(&by_recurrence.v, at, exists);
-        for member in 0..sizes.group as usize {
-            let query_head = head * sizes.group as usize + member;
+        for member in 0..group as usize {
+            let query_head = head * group as usize + member;
             let of_query = place.of(&head_strides, query_head);
             d_key += load(&by_head.key, of_query, exists);
             d_v += load(&by_head.v, of_query, exists);

@@ -11,25 +11,22 @@ use cubecl::prelude::*;
 
 use self::kernel::{
     HeadGradsLaunch, HeadInputsLaunch, InputGradsLaunch, KeyInputsLaunch, RecurrenceGradsLaunch,
-    TimeMixSizesLaunch, VectorsLaunch,
+    VectorsLaunch,
 };
 use super::NORM_EPS;
 use crate::attention::chunked;
 use crate::attention::chunked::diagonal::{Corrections, Diagonal, Saved};
+use crate::attention::per_token::{MOST_PARTS, Tokens, by_head, by_token, in_chunks};
 use crate::backend::Forward;
 use crate::cuda::{CudaTensor, buffer, contiguous, empty, reshaped};
-use crate::ops::cuda::block::RowSplit;
 use crate::ops::cuda::sums::columns;
 use crate::ops::cuda::{
-    THREADS, as_u32, dim, dims, elements, head_strides, integers, nothing, over, vector,
+    THREADS, as_u32, dim, dims, elements, head_strides, integers, nothing, vector,
 };
 use crate::tile::CHUNK;
 
 /// Tensors of inputs.
 const INPUTS: usize = 11;
-
-/// Most parts of a head's tokens whose sums are added up in the end.
-const MOST_PARTS: usize = 64;
 
 /// A call of the kernels.
 struct Call {
@@ -44,35 +41,6 @@ struct Call {
     parameters: [CudaTensor; 5],
     /// The start of each token's document, `[batch, seq_len]`.
     starts: Option<CudaTensor>,
-}
-
-/// `x`, or a contiguous copy if channels are not neighbours or their chunks not aligned.
-fn in_chunks(x: &CudaTensor) -> CudaTensor {
-    let (strides, last) = (x.meta.strides(), dims(x).len() - 1);
-    let whole = strides[..last].iter().all(|stride| stride.is_multiple_of(CHUNK));
-    if strides[last] == 1 && whole { x.clone() } else { contiguous(x) }
-}
-
-/// `[batch, seq_len, heads · channels]` as `[batch, heads, seq_len, channels]`, a view.
-fn by_head(x: &CudaTensor, heads: usize) -> CudaTensor {
-    let x = in_chunks(x);
-    let ([batch, seq_len, features], strides) = (x.meta.shape().dims(), x.meta.strides());
-    let channels = features / heads;
-    over(&x, 0, &[batch, heads, seq_len, channels], &[strides[0], channels, strides[1], 1])
-}
-
-/// The inverse of [`by_head`].
-fn by_token(mut x: CudaTensor) -> CudaTensor {
-    let [batch, heads, seq_len, channels] = x.meta.shape().dims();
-    x.meta.swap(1, 2);
-    reshaped(&x, &[batch, seq_len, heads * channels])
-}
-
-/// An uninitialised `[batch, heads, seq_len, channels]` in bf16, whose memory is in the order of
-/// `[batch, seq_len, heads, channels]`.
-fn empty_by_token(like: &CudaTensor, shape: [usize; 4]) -> CudaTensor {
-    let [batch, heads, seq_len, channels] = shape;
-    by_head(&empty(like, &[batch, seq_len, heads * channels], DType::BF16), heads)
 }
 
 impl Call {
@@ -102,28 +70,12 @@ impl Call {
         [batch, heads, dims(&self.v)[1], seq_len, d]
     }
 
-    fn launch_sizes(&self) -> TimeMixSizesLaunch<CudaRuntime> {
-        let [batch, heads, kv_heads, seq_len, d] = self.sizes();
-        let sizes = [batch * seq_len, seq_len, d / CHUNK, heads / kv_heads].map(as_u32);
-        let [tokens, seq_len, chunks, group] = sizes;
-        TimeMixSizesLaunch::new(tokens, seq_len, chunks, group)
+    fn of_heads(&self) -> Tokens {
+        Tokens::of(&self.r)
     }
 
-    fn split(&self) -> RowSplit {
-        let chunks = self.sizes()[4] / CHUNK;
-        let threads = chunks.next_power_of_two();
-        RowSplit { threads, held: 1, groups: THREADS / threads, even: threads == chunks }
-    }
-
-    /// Blocks that handle all tokens of a head, each group one, or at most `most` that take turns.
-    fn blocks(&self, most: usize) -> usize {
-        let [batch, _, _, seq_len, _] = self.sizes();
-        (batch * seq_len).div_ceil(self.split().groups).min(most)
-    }
-
-    /// As many [`blocks`](Self::blocks) for each of `heads` heads.
-    fn grid(&self, heads: usize, most: usize) -> CubeCount {
-        CubeCount::Static(as_u32(self.blocks(most)), as_u32(heads), 1)
+    fn of_keys(&self) -> Tokens {
+        Tokens::of(&self.v)
     }
 
     fn key_inputs(&self) -> KeyInputsLaunch<CudaRuntime> {
@@ -148,22 +100,22 @@ impl Call {
     fn recurrence(&self) -> Diagonal {
         let [batch, heads, kv_heads, seq_len, d] = self.sizes();
         let rows = batch * kv_heads;
-        let of = |dtype| empty(&self.r, &[rows, seq_len, d], dtype);
+        let (tokens, of) = (self.of_keys(), |dtype| empty(&self.r, &[rows, seq_len, d], dtype));
         let (log_decay, removal) = (of(DType::F32), of(DType::BF16));
         let (correction, key) = (of(DType::BF16), of(DType::BF16));
         // SAFETY: threads stay within the tokens of the tensors, whose strides they get.
         unsafe {
             kernel::prepare::launch_unchecked::<CudaRuntime>(
                 &self.r.client,
-                self.grid(kv_heads, usize::MAX),
+                tokens.grid(usize::MAX),
                 dim(THREADS),
                 self.key_inputs(),
                 self.starts(),
                 vectors(&log_decay, &removal, &correction, &key),
                 head_strides(&self.v, CHUNK),
-                self.launch_sizes(),
+                tokens.launch(),
                 self.starts.is_some(),
-                self.split(),
+                tokens.split(),
             );
         }
         Diagonal {
@@ -189,7 +141,13 @@ impl Call {
             buffer(rho, CHUNK),
             buffer(scale, CHUNK),
             buffer(bias, CHUNK),
+            as_u32(self.group()),
         )
+    }
+
+    /// Query heads per key head.
+    fn group(&self) -> usize {
+        self.of_heads().heads / self.of_keys().heads
     }
 
     fn eps(&self) -> f32 {
@@ -213,26 +171,26 @@ pub fn forward(
     ints: &[CudaTensor],
     save: bool,
 ) -> Option<Forward<CudaTensor>> {
-    let ([_, heads, _, d], v) = (inputs[0].meta.shape().dims(), &inputs[2]);
-    if !chunked::serves(inputs[0].dtype, d, dims(v)[3]) || elements(v) == 0 {
+    let (tokens, v) = (Tokens::of(&inputs[0]), &inputs[2]);
+    if !chunked::serves(inputs[0].dtype, tokens.channels, dims(v)[3]) || elements(v) == 0 {
         return None;
     }
     let call = Call::new(inputs, ints);
     let recurrence = call.recurrence();
     let (o, saved) = recurrence.forward();
-    let y = empty_by_token(&call.r, call.r.meta.shape().dims());
+    let y = tokens.empty_by_token(&call.r);
     // SAFETY: threads stay within the tokens of the tensors, whose strides they get.
     unsafe {
         kernel::finish::launch_unchecked::<CudaRuntime>(
             &o.client,
-            call.grid(heads, usize::MAX),
+            tokens.grid(usize::MAX),
             dim(THREADS),
             call.head_inputs(&o, &recurrence.k),
             buffer(&y, CHUNK),
             head_strides(&y, CHUNK),
             call.eps(),
-            call.launch_sizes(),
-            call.split(),
+            tokens.launch(),
+            tokens.split(),
         );
     }
     if !save {
@@ -252,19 +210,18 @@ pub fn backward(
 ) -> [CudaTensor; INPUTS] {
     let (inputs, saved) = saved.split_at(INPUTS);
     let (call, o, saved) = (Call::new(inputs, ints), &saved[0], &saved[1..]);
-    let [batch, heads, kv_heads, seq_len, d] = call.sizes();
-    let like = &call.r;
+    let (of_heads, of_keys, like) = (call.of_heads(), call.of_keys(), &call.r);
+    let [heads, keys] = [of_heads, of_keys].map(|of| of.heads * of.channels);
     let grad = in_chunks(grad);
     assert_eq!(dims(&grad), dims(like), "the shape of the gradient");
     assert_eq!(grad.dtype, DType::BF16, "the type of the gradient");
     let recurrence = call.recurrence();
 
     // 1. To the recurrence's o, and through the bonus to its key heads' inputs.
-    let of_heads = || empty(like, &dims(like), DType::BF16);
-    let [d_o, d_r, d_key, d_v] = std::array::from_fn(|_| of_heads());
-    let d_gate = empty_by_token(like, like.meta.shape().dims());
-    let blocks = call.blocks(MOST_PARTS);
-    let of_head_vectors = empty(like, &[blocks, 3 * heads * d], DType::F32);
+    let [d_o, d_r, d_key, d_v] = [(); 4].map(|()| empty(like, &dims(like), DType::BF16));
+    let d_gate = of_heads.empty_by_token(like);
+    let blocks = of_heads.blocks(MOST_PARTS);
+    let head_vectors = empty(like, &[blocks, 3 * heads], DType::F32);
     let head_grads = || {
         HeadGradsLaunch::new(
             buffer(&d_o, CHUNK),
@@ -273,22 +230,22 @@ pub fn backward(
             buffer(&d_v, CHUNK),
             buffer(&d_gate, CHUNK),
             head_strides(&d_gate, CHUNK),
-            buffer(&of_head_vectors, CHUNK),
+            buffer(&head_vectors, CHUNK),
         )
     };
     // SAFETY: threads stay within the tokens of the tensors, whose strides they get, and blocks within their parts.
     unsafe {
         kernel::finish_back::launch_unchecked::<CudaRuntime>(
             &like.client,
-            call.grid(heads, MOST_PARTS),
+            of_heads.grid(MOST_PARTS),
             dim(THREADS),
             call.head_inputs(o, &recurrence.k),
             buffer(&grad, CHUNK),
             head_strides(&grad, CHUNK),
             head_grads(),
             call.eps(),
-            call.launch_sizes(),
-            call.split(),
+            of_heads.launch(),
+            of_heads.split(),
         );
     }
 
@@ -300,15 +257,14 @@ pub fn backward(
     };
 
     // 3. To the inputs.
-    let of_keys = || empty_by_token(like, [batch, kv_heads, seq_len, d]);
-    let d_r = empty_by_token(like, like.meta.shape().dims());
-    let [d_k, d_v, d_decay, d_rate] = std::array::from_fn(|_| of_keys());
-    let of_key_vectors = empty(like, &[blocks, 2 * kv_heads * d], DType::F32);
+    let d_r = of_heads.empty_by_token(like);
+    let [d_k, d_v, d_decay, d_rate] = [(); 4].map(|()| of_keys.empty_by_token(like));
+    let key_vectors = empty(like, &[blocks, 2 * keys], DType::F32);
     // SAFETY: as above.
     unsafe {
         kernel::prepare_back::launch_unchecked::<CudaRuntime>(
             &like.client,
-            call.grid(kv_heads, MOST_PARTS),
+            of_keys.grid(MOST_PARTS),
             dim(THREADS),
             call.key_inputs(),
             call.starts(),
@@ -320,6 +276,7 @@ pub fn backward(
             head_grads(),
             head_strides(&call.v, CHUNK),
             head_strides(&call.r, CHUNK),
+            as_u32(call.group()),
             InputGradsLaunch::new(
                 buffer(&d_r, CHUNK),
                 head_strides(&d_r, CHUNK),
@@ -328,27 +285,17 @@ pub fn backward(
                 buffer(&d_decay, CHUNK),
                 buffer(&d_rate, CHUNK),
                 head_strides(&d_k, CHUNK),
-                buffer(&of_key_vectors, CHUNK),
+                buffer(&key_vectors, CHUNK),
             ),
-            call.launch_sizes(),
+            of_keys.launch(),
             call.starts.is_some(),
-            call.split(),
+            of_keys.split(),
         );
     }
-    let of_keys = |which| columns(&of_key_vectors, which * kv_heads * d, &[kv_heads * d], 1);
-    let of_heads = |which| columns(&of_head_vectors, which * heads * d, &[heads * d], 1);
+    let of_keys = |which| columns(&key_vectors, which * keys, &[keys], 1);
+    let of_heads = |which| columns(&head_vectors, which * heads, &[heads], 1);
     let [d_decay, d_rate, d_gate] = [d_decay, d_rate, d_gate].map(by_token);
-    [
-        d_r,
-        d_k,
-        d_v,
-        d_decay,
-        d_rate,
-        d_gate,
-        of_keys(0),
-        of_keys(1),
-        of_heads(0),
-        of_heads(1),
-        of_heads(2),
-    ]
+    let [d_xi, d_alpha] = [0, 1].map(of_keys);
+    let [d_rho, d_scale, d_bias] = [0, 1, 2].map(of_heads);
+    [d_r, d_k, d_v, d_decay, d_rate, d_gate, d_xi, d_alpha, d_rho, d_scale, d_bias]
 }
