@@ -45,10 +45,11 @@ use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn_flex::FlexTensor;
 
 use super::blocks::repeat_heads;
+use super::chunked::diagonal::Corrections;
 use super::chunked::{self, Decays, Grads, Update};
 use super::linear::GatedLinear;
 use super::linear::reference::LinearInputs;
-use super::recurrent::step::{Correction, Token};
+use super::recurrent::step::Token;
 use super::recurrent::{State, by_head, unit};
 use super::saved::Channels;
 use super::{AttentionShape, ExecPath};
@@ -150,8 +151,8 @@ impl DeltaRule {
         let [rows, group, seq_len, d] = q.dims();
         let (y, end) = match state.s.take() {
             Some(start) if seq_len == 1 => {
-                let (q, correction) = (q.reshape([rows, group, d]), Correction::Weight(beta));
-                let (y, end) = Token { q, k, v, log_decay, correction }.advance(start);
+                let (q, corrections) = (q.reshape([rows, group, d]), Corrections::Weights(beta));
+                let (y, end) = Token { q, k, v, log_decay, corrections }.advance(start);
                 (y.unsqueeze_dim(2), end)
             }
             start => {

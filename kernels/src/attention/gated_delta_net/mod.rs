@@ -137,7 +137,7 @@ impl VariantSpec for Config {
         }
     }
 
-    /// Decoding on CUDA runs the reference, where a token is one step of its own ([`Token`](super::recurrent::step::Token)).
+    /// Decoding on CUDA runs the reference; [`Token`](super::recurrent::step::Token) is its kernel of single tokens.
     fn serves_length(
         &self,
         kernel: Kernel,

@@ -73,7 +73,7 @@ pub struct Config {
     /// A short convolution with SiLU on q, k and v; default true.
     pub short_conv: bool,
     /// Tokens per chunk, a power of two from 16 to 256; default 64. It changes speed and memory, not
-    /// results.
+    /// results. Kernels on CUDA have chunks of 64.
     pub chunk: usize,
 }
 
@@ -131,7 +131,7 @@ impl VariantSpec for Config {
         }
     }
 
-    /// Decoding on CUDA runs the reference, where a token is one step of its own ([`Token`](super::recurrent::step::Token)).
+    /// Decoding on CUDA runs the reference; [`Token`](super::recurrent::step::Token) is its kernel of single tokens.
     fn serves_length(
         &self,
         kernel: Kernel,

@@ -22,7 +22,7 @@
 //!   for the kv heads, n spread evenly over 0…7.
 //! - RMSNorm adds 1e-5 to the mean square.
 //!
-//! On CUDA a kernel serves the gates `scalar` and `none`, in bf16 (`docs/chunked.md`).
+//! On CUDA kernels serve all gates in bf16 (`docs/chunked.md`).
 //!
 //! Decoding keeps S, kv_heads · head_dim² elements at any length. A token costs 2·head_dim² FLOPs per
 //! query head and 3·head_dim² per kv head.
@@ -190,7 +190,7 @@ impl VariantSpec for Config {
         }
     }
 
-    /// Decoding on CUDA runs the reference, where a token is one step of its own ([`Token`](super::recurrent::step::Token)).
+    /// Decoding on CUDA runs the reference; [`Token`](super::recurrent::step::Token) is its kernel of single tokens.
     fn serves_length(
         &self,
         kernel: Kernel,

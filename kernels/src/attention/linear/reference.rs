@@ -8,7 +8,8 @@ use burn::tensor::Tensor;
 
 use super::GatedLinear;
 use crate::attention::blocks::sums_after;
-use crate::attention::recurrent::step::{Correction, Token};
+use crate::attention::chunked::diagonal::Corrections;
+use crate::attention::recurrent::step::Token;
 use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
 
@@ -155,7 +156,7 @@ impl GatedLinear {
             Some(state) if seq_len == 1 => {
                 let LinearInputs { q, k, v, log_decay } = rows;
                 let q = q.reshape([n, group, d]);
-                let token = Token { q, k, v, log_decay, correction: Correction::None };
+                let token = Token { q, k, v, log_decay, corrections: Corrections::None };
                 let (y, state) = token.advance(state);
                 return (y.unsqueeze_dim(2), state);
             }

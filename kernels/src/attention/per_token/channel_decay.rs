@@ -10,7 +10,7 @@ use super::kernel::{
     Place, TokenSizes, Wide, all, is_first, load, of_head, sigmoids, steps, sum, sums_of_tokens,
     zeros,
 };
-use super::{MOST_PARTS, Tokens, by_head as view_by_head, by_token, serves};
+use super::{MOST_PARTS, Tokens, by_head as view_by_head, by_token, in_chunks, serves_on};
 use crate::attention::DocumentStarts;
 use crate::attention::recurrent::{FORGET, by_head, decay_of_steps, forget_at_starts, step_size};
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
@@ -31,7 +31,7 @@ pub fn decay_of_gate<B: OpBackend>(
     documents: DocumentStarts<B>,
 ) -> Tensor<B, 4> {
     let op = GateDecay { heads, temperature };
-    if !serves::<B>(logits.dtype(), logits.dims()[2] / heads) {
+    if !serves_on::<B>(logits.dtype(), logits.dims()[2] / heads) {
         return op.by_operations(logits, documents);
     }
     let ints = documents.into_iter().map(Tensor::into_primitive).collect();
@@ -46,7 +46,7 @@ pub fn decay_of_step_logits<B: OpBackend>(
     a: Tensor<B, 1>,
     documents: DocumentStarts<B>,
 ) -> Tensor<B, 4> {
-    if !serves::<B>(logits.dtype(), logits.dims()[2] / a.dims()[0]) {
+    if !serves_on::<B>(logits.dtype(), logits.dims()[2] / a.dims()[0]) {
         return StepDecay::by_operations(logits, bias, a, documents);
     }
     let ints = documents.into_iter().map(Tensor::into_primitive).collect();
@@ -91,7 +91,7 @@ impl Op<1> for GateDecay {
         needs: [bool; 1],
     ) -> Option<Forward<CudaTensor>> {
         let output = forward(logits, self.heads, Parameters::Temperature(self.temperature), ints)?;
-        let saved = if needs[0] { vec![contiguous(logits)] } else { vec![] };
+        let saved = if needs[0] { vec![in_chunks(logits)] } else { vec![] };
         Some(Forward { output, saved })
     }
 
@@ -144,7 +144,7 @@ impl Op<3> for StepDecay {
         let bias = vector(bias, dims(logits)[2], "the bias of decays");
         let a = vector(a, heads, "the rate of decays");
         let output = forward(logits, heads, Parameters::Learned { bias: &bias, a: &a }, ints)?;
-        let saved = if needs.contains(&true) { vec![contiguous(logits), bias, a] } else { vec![] };
+        let saved = if needs.contains(&true) { vec![in_chunks(logits), bias, a] } else { vec![] };
         Some(Forward { output, saved })
     }
 
@@ -245,8 +245,12 @@ fn backward(
     let (grad, of_logits) = (contiguous(grad), view_by_head(logits, heads));
     let d_logits = tokens.empty_by_token(logits);
     let blocks = tokens.blocks(MOST_PARTS);
-    let d_bias = empty(logits, &[blocks, heads * tokens.channels], DType::F32);
-    let d_a = empty(logits, &[blocks, heads], DType::F32);
+    let parts = parameters.are_learned().then(|| {
+        [heads * tokens.channels, heads].map(|len| empty(logits, &[blocks, len], DType::F32))
+    });
+    let or_nothing = |at: usize, lanes| {
+        parts.as_ref().map_or_else(|| nothing(logits), |parts| buffer(&parts[at], lanes))
+    };
     // SAFETY: as in `forward`; a block writes its parts.
     unsafe {
         channel_decay_back::launch_unchecked::<CudaRuntime>(
@@ -262,8 +266,8 @@ fn backward(
             DecayGradsLaunch::new(
                 buffer(&d_logits, CHUNK),
                 head_strides(&d_logits, CHUNK),
-                buffer(&d_bias, CHUNK),
-                buffer(&d_a, 1),
+                or_nothing(0, CHUNK),
+                or_nothing(1, 1),
             ),
             tokens.launch(),
             parameters.are_learned(),
@@ -271,10 +275,7 @@ fn backward(
             tokens.split(),
         );
     }
-    let vectors = parameters.are_learned().then(|| {
-        let bias = columns(&d_bias, 0, &[heads * tokens.channels], 1);
-        [bias, columns(&d_a, 0, &[heads], 1)]
-    });
+    let vectors = parts.map(|parts| parts.map(|x| columns(&x, 0, &[dims(&x)[1]], 1)));
     (by_token(d_logits), vectors)
 }
 

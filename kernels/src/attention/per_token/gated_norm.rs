@@ -7,10 +7,10 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
 use super::kernel::{Place, TokenSizes, Wide, all, load, sigmoids, steps, sum, sums_of_tokens};
-use super::{MOST_PARTS, Tokens, by_head as view_by_head, by_token, in_chunks, serves};
+use super::{MOST_PARTS, Tokens, by_head as view_by_head, by_token, in_chunks, serves_on};
 use crate::attention::recurrent::by_head;
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
-use crate::cuda::{CudaTensor, buffer, contiguous, empty};
+use crate::cuda::{CudaTensor, buffer, empty};
 use crate::ops::activation::silu;
 use crate::ops::cuda::block::{HeadStrides, RowSplit, write_sum};
 use crate::ops::cuda::sums::columns;
@@ -37,7 +37,7 @@ pub fn gated_norm<B: OpBackend>(
     eps: f32,
 ) -> Tensor<B, 4> {
     let op = GatedNorm { activation, eps };
-    if !serves::<B>(y.dtype(), y.dims()[3]) {
+    if !serves_on::<B>(y.dtype(), y.dims()[3]) {
         return op.by_operations(y, weight, gate);
     }
     tensor(B::run(&op, [primitive(y), primitive(weight), primitive(gate)], vec![]))
@@ -85,7 +85,7 @@ impl Op<3> for GatedNorm {
         if !tokens.served(y) || gate.dtype != y.dtype {
             return None;
         }
-        let (y, gate) = (in_chunks(y), contiguous(gate));
+        let (y, gate) = (in_chunks(y), in_chunks(gate));
         let weight = vector(weight, tokens.channels, "the norm's weight");
         let (of_gate, out) = (view_by_head(&gate, tokens.heads), tokens.empty_by_token(&y));
         // SAFETY: threads stay within the tokens of the tensors, whose strides they get.

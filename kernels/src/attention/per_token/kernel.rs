@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use crate::ops::activation::kernel::sigmoid;
-use crate::ops::cuda::block::{HeadStrides, RowSplit, sum_row, sum_vector};
+use crate::ops::cuda::block::{HeadStrides, RowSplit, sum_lanes, sum_vector};
 use crate::tile::{CHUNK, Chunk};
 
 /// A chunk of channels in f32.
@@ -97,12 +97,7 @@ pub fn sigmoids(x: Wide) -> Wide {
 /// The sum of a token's elements.
 #[cube]
 pub fn sum(x: Wide, #[comptime] split: RowSplit) -> f32 {
-    let mut sums = Array::<f32>::new(1usize);
-    // A token's threads are in one warp, which needs no scratch.
-    let mut scratch = SharedMemory::<f32>::new(1usize);
-    sums[0] = sum_vector(x);
-    sum_row(&mut sums, &mut scratch, 1usize, split.threads);
-    sums[0]
+    sum_lanes(sum_vector(x), split.threads)
 }
 
 /// The chunk at a token's place in parameters `[heads, head_dim]`.

@@ -26,12 +26,12 @@ pub const MOST_PARTS: usize = 64;
 /// Most channels: a chunk for each thread of a warp.
 const MOST_CHANNELS: usize = 32 * CHUNK;
 
-/// Whether kernels serve heads of this many channels.
-pub fn serves<B: OpBackend>(dtype: DType, channels: usize) -> bool {
-    B::device_kind() == DeviceKind::Cuda && fits(dtype, channels)
+/// Whether kernels serve heads of this many channels on a backend's device.
+pub fn serves_on<B: OpBackend>(dtype: DType, channels: usize) -> bool {
+    B::device_kind() == DeviceKind::Cuda && serves(dtype, channels)
 }
 
-fn fits(dtype: DType, channels: usize) -> bool {
+fn serves(dtype: DType, channels: usize) -> bool {
     dtype == DType::BF16 && channels.is_multiple_of(CHUNK) && channels <= MOST_CHANNELS
 }
 
@@ -60,7 +60,7 @@ impl Tokens {
 
     /// Whether kernels serve these sizes of tensors like `x`.
     pub fn served(&self, x: &CudaTensor) -> bool {
-        elements(x) > 0 && fits(x.dtype, self.channels)
+        elements(x) > 0 && serves(x.dtype, self.channels)
     }
 
     /// As an array.
@@ -99,10 +99,14 @@ impl Tokens {
 }
 
 /// `x`, or a contiguous copy if channels are not neighbours or their chunks not aligned.
+///
+/// # Panics
+/// When it starts off 16 bytes; views that burn makes do not.
 pub fn in_chunks(x: &CudaTensor) -> CudaTensor {
-    let (strides, last) = (x.meta.strides(), dims(x).len() - 1);
-    let whole = strides[..last].iter().all(|stride| stride.is_multiple_of(CHUNK));
-    if strides[last] == 1 && whole { x.clone() } else { contiguous(x) }
+    let (strides, shape) = (x.meta.strides(), dims(x));
+    let last = shape.len() - 1;
+    let aligned = |dim: usize| shape[dim] == 1 || strides[dim].is_multiple_of(CHUNK);
+    if strides[last] == 1 && (0..last).all(aligned) { x.clone() } else { contiguous(x) }
 }
 
 /// `[batch, seq_len, heads · channels]` as `[batch, heads, seq_len, channels]`, a view.

@@ -12,10 +12,10 @@ use burn::tensor::{DType, Tensor};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
-use crate::attention::chunked::diagonal::Update;
+use crate::attention::chunked::diagonal::{Corrections, Update};
 use crate::backend::{OpBackend, primitive, tensor};
 use crate::cuda::{CudaTensor, buffer, contiguous, empty};
-use crate::ops::cuda::{as_u32, dim, dims, nothing};
+use crate::ops::cuda::{as_u32, dim, dims, elements, nothing};
 use crate::ops::matmul::MatMul;
 
 /// A token of all rows. A row is a kv head of a sequence.
@@ -29,59 +29,24 @@ pub struct Token<B: OpBackend> {
     pub v: Tensor<B, 3>,
     /// ln α, `[rows, 1, 1 or head_dim]`.
     pub log_decay: Tensor<B, 3>,
-    /// How it corrects the state.
-    pub correction: Correction<Tensor<B, 3>>,
-}
-
-/// What a token takes beside its key and value to correct the state.
-#[derive(Clone, Debug)]
-pub enum Correction<T> {
-    /// Nothing: an additive update.
-    None,
-    /// β, `[rows, 1, 1]`: the delta rule.
-    Weight(T),
-    /// z and b, `[rows, 1, head_dim]` each: replacement.
-    Vectors {
-        /// z
-        removal: T,
-        /// b
-        correction: T,
-    },
-}
-
-impl<T> Correction<T> {
-    fn update(&self) -> Update {
-        match self {
-            Correction::None => Update::Additive,
-            Correction::Weight(_) => Update::Delta,
-            Correction::Vectors { .. } => Update::Replace,
-        }
-    }
-
-    fn map<U>(self, mut f: impl FnMut(T) -> U) -> Correction<U> {
-        match self {
-            Correction::None => Correction::None,
-            Correction::Weight(beta) => Correction::Weight(f(beta)),
-            Correction::Vectors { removal, correction } => {
-                Correction::Vectors { removal: f(removal), correction: f(correction) }
-            }
-        }
-    }
+    /// How it corrects the state; of one token.
+    pub corrections: Corrections<Tensor<B, 3>>,
 }
 
 impl<B: OpBackend> Token<B> {
     /// y `[rows, group, value_dim]`, and the state after the token; `state` `[rows, head_dim, value_dim]` is that before
     /// it.
     pub fn advance(self, state: Tensor<B, 3>) -> (Tensor<B, 3>, Tensor<B, 3>) {
-        if let Some(state) = B::into_cuda(primitive(state.clone())) {
+        let (q, elements) = (primitive(self.q.clone()), state.shape().num_elements());
+        if self.q.dtype() == DType::F32 && elements > 0 && B::into_cuda(q).is_some() {
             let on_cuda = |x: Tensor<B, 3>| {
-                let x = B::into_cuda(primitive(x)).expect("a token is where its state is");
+                let x = B::into_cuda(primitive(x)).expect("all of a token is where q is");
                 contiguous(&x)
             };
-            let Token { q, k, v, log_decay, correction } = self;
+            let Token { q, k, v, log_decay, corrections } = self;
             let qkv = [q, k, v].map(on_cuda);
-            let (log_decay, correction) = (on_cuda(log_decay), correction.map(on_cuda));
-            let results = by_kernel(qkv, &log_decay, &correction, &contiguous(&state));
+            let corrections = corrections.map(on_cuda);
+            let results = by_kernel(qkv, &on_cuda(log_decay), &corrections, &on_cuda(state));
             let [y, state] = results.map(|x| tensor(B::from_cuda(x)));
             return (y, state);
         }
@@ -89,20 +54,20 @@ impl<B: OpBackend> Token<B> {
     }
 
     fn by_operations(self, state: Tensor<B, 3>) -> (Tensor<B, 3>, Tensor<B, 3>) {
-        let Token { q, k, v, log_decay, correction } = self;
-        let decayed = state.clone() * log_decay.exp().swap_dims(1, 2);
-        let k_in = k.clone().swap_dims(1, 2);
-        let state = match correction {
-            Correction::None => decayed + k_in.mm(v),
-            Correction::Weight(beta) => {
-                let w = (v - k.mm(decayed.clone())) * beta;
-                decayed + k_in.mm(w)
-            }
-            Correction::Vectors { removal, correction } => {
-                let held = removal.mm(state);
-                decayed + k_in.mm(v) - correction.swap_dims(1, 2).mm(held)
-            }
+        let Token { q, k, v, log_decay, corrections } = self;
+        let removed = match &corrections {
+            Corrections::Vectors { removal, .. } => Some(removal.clone().mm(state.clone())),
+            _ => None,
         };
+        let decayed = state * log_decay.exp().swap_dims(1, 2);
+        let w = match &corrections {
+            Corrections::Weights(beta) => (v - k.clone().mm(decayed.clone())) * beta.clone(),
+            _ => v,
+        };
+        let mut state = decayed + k.swap_dims(1, 2).mm(w);
+        if let (Corrections::Vectors { correction, .. }, Some(removed)) = (corrections, removed) {
+            state = state - correction.swap_dims(1, 2).mm(removed);
+        }
         (q.mm(state.clone()), state)
     }
 }
@@ -133,7 +98,7 @@ impl StepConfig {
 fn by_kernel(
     [q, k, v]: [CudaTensor; 3],
     log_decay: &CudaTensor,
-    correction: &Correction<CudaTensor>,
+    corrections: &Corrections,
     state: &CudaTensor,
 ) -> [CudaTensor; 2] {
     let [rows, group, d] = q.meta.shape().dims();
@@ -142,32 +107,33 @@ fn by_kernel(
     for x in [&q, &k, &v, log_decay, state] {
         assert_eq!(x.dtype, DType::F32, "the type of a token's tensors");
     }
-    let (first, second) = match correction {
-        Correction::None => (None, None),
-        Correction::Weight(beta) => (Some(beta), None),
-        Correction::Vectors { removal, correction } => (Some(removal), Some(correction)),
+    as_u32(elements(state));
+    let (beta_or_removal, correction) = match corrections {
+        Corrections::None => (None, None),
+        Corrections::Weights(beta) => (Some(beta), None),
+        Corrections::Vectors { removal, correction } => (Some(removal), Some(correction)),
     };
     let or_nothing = |x: Option<&CudaTensor>| x.map_or_else(|| nothing(&q), |x| buffer(x, 1));
     let y = empty(&q, &[rows, group, values], q.dtype);
     let next = empty(&q, &[rows, d, values], q.dtype);
     let config = StepConfig {
         head_dim: d,
-        update: correction.update(),
+        update: corrections.update(),
         per_channel: dims(log_decay)[2] > 1,
     };
     // SAFETY: a block stays within its row, and threads past the last column write nothing.
     unsafe {
         advance_state::launch_unchecked::<CudaRuntime>(
             &q.client,
-            CubeCount::Static(as_u32(values.div_ceil(COLUMNS)), as_u32(rows), 1),
+            CubeCount::Static(as_u32(rows), as_u32(values.div_ceil(COLUMNS)), 1),
             dim(COLUMNS * WARPS),
             TokenArraysLaunch::new(
                 buffer(&q, 1),
                 buffer(&k, 1),
                 buffer(&v, 1),
                 buffer(log_decay, 1),
-                or_nothing(first),
-                or_nothing(second),
+                or_nothing(beta_or_removal),
+                or_nothing(correction),
             ),
             buffer(state, 1),
             buffer(&y, 1),
@@ -188,9 +154,9 @@ struct TokenArrays {
     v: Array<f32>,
     log_decay: Array<f32>,
     /// β, or z.
-    first: Array<f32>,
+    beta_or_removal: Array<f32>,
     /// b
-    second: Array<f32>,
+    correction: Array<f32>,
 }
 
 /// The sum over the block's warps of each lane's value.
@@ -210,7 +176,7 @@ fn sum_of_warps(value: f32, scratch: &mut SharedMemory<f32>) -> f32 {
 
 /// One token.
 ///
-/// Grid: parts of [`COLUMNS`] columns of the state, rows; [`WARPS`] warps.
+/// Grid: rows, parts of [`COLUMNS`] columns of the state; [`WARPS`] warps.
 #[cube(launch_unchecked)]
 fn advance_state(
     token: &TokenArrays,
@@ -222,9 +188,9 @@ fn advance_state(
     #[comptime] config: StepConfig,
 ) {
     let (d, held, update) = comptime!((config.head_dim, config.held(), config.update));
-    let (row, values) = (CUBE_POS_Y as usize, values as usize);
+    let (row, values) = (CUBE_POS_X as usize, values as usize);
     let (warp, lane) = (UNIT_POS as usize / COLUMNS, UNIT_POS as usize % COLUMNS);
-    let column = CUBE_POS_X as usize * COLUMNS + lane;
+    let column = CUBE_POS_Y as usize * COLUMNS + lane;
     let exists = column < values;
     let mut scratch = SharedMemory::<f32>::new(comptime!(COLUMNS * WARPS));
 
@@ -246,7 +212,7 @@ fn advance_state(
                 read += token.k[row * d + n] * s[i];
             }
             if comptime!(update == Update::Replace) {
-                read += token.first[row * d + n] * before;
+                read += token.beta_or_removal[row * d + n] * before;
             }
         }
     }
@@ -258,7 +224,7 @@ fn advance_state(
         read = sum_of_warps(read, &mut scratch);
     }
     if comptime!(update == Update::Delta) {
-        w = token.first[row] * (w - read);
+        w = token.beta_or_removal[row] * (w - read);
     }
 
     // 2. The state after it.
@@ -268,7 +234,7 @@ fn advance_state(
         if exists && n < d {
             s[i] += token.k[row * d + n] * w;
             if comptime!(update == Update::Replace) {
-                s[i] -= token.second[row * d + n] * read;
+                s[i] -= token.correction[row * d + n] * read;
             }
             next[(row * d + n) * values + column] = s[i];
         }
@@ -346,10 +312,10 @@ mod tests {
             }
         }
 
-        let correction = match update {
-            Update::Additive => Correction::None,
-            Update::Delta => Correction::Weight(tensor_of(&beta, [rows, 1, 1])),
-            Update::Replace => Correction::Vectors {
+        let corrections = match update {
+            Update::Additive => Corrections::None,
+            Update::Delta => Corrections::Weights(tensor_of(&beta, [rows, 1, 1])),
+            Update::Replace => Corrections::Vectors {
                 removal: tensor_of(&z, [rows, 1, d]),
                 correction: tensor_of(&b, [rows, 1, d]),
             },
@@ -359,7 +325,7 @@ mod tests {
             k: tensor_of(&k, [rows, 1, d]),
             v: tensor_of(&v, [rows, 1, values]),
             log_decay: tensor_of(&log_decay, [rows, 1, channels]),
-            correction,
+            corrections,
         };
         let (got_y, got_end) = token.advance(tensor_of(&state, [rows, d, values]));
         for (what, got, want) in [("y", got_y, y), ("the state", got_end, end)] {

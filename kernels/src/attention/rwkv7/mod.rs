@@ -133,7 +133,7 @@ impl VariantSpec for Config {
         chunked::serves(kernel.dtype, shape.head_dim, self.value_dim(shape))
     }
 
-    /// Decoding runs the reference, where a token is one step of its own ([`Token`](super::recurrent::step::Token)).
+    /// Decoding runs the reference; [`Token`](super::recurrent::step::Token) is its kernel of single tokens on CUDA.
     fn serves_length(
         &self,
         _kernel: Kernel,

@@ -22,8 +22,9 @@
 use burn::tensor::{Int, Tensor};
 
 use super::masks::{Masks, mask, masked};
+use crate::attention::chunked::diagonal::Corrections;
 use crate::attention::recurrent::one_by_one;
-use crate::attention::recurrent::step::{Correction, Token};
+use crate::attention::recurrent::step::Token;
 use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
 
@@ -74,9 +75,10 @@ pub(super) fn wkv<B: OpBackend>(
 ) -> (Tensor<B, 4>, Tensor<B, 4>) {
     let [batch, kv_heads, seq_len, head_dim] = inputs.key.dims();
     let value_dim = inputs.v.dims()[3];
-    if let (Some(state), 1) = (&state, seq_len) {
-        return step(inputs, state.clone());
-    }
+    let state = match state {
+        Some(state) if seq_len == 1 => return step(inputs, state),
+        state => state,
+    };
     let mut state = state
         .unwrap_or_else(|| {
             Tensor::zeros([batch, kv_heads, head_dim, value_dim], &inputs.v.device())
@@ -103,7 +105,7 @@ fn step<B: OpBackend>(inputs: WkvInputs<B>, state: Tensor<B, 4>) -> (Tensor<B, 4
         k: of(key),
         v: of(v),
         log_decay: of(log_decay),
-        correction: Correction::Vectors { removal: of(removal), correction: of(correction) },
+        corrections: Corrections::Vectors { removal: of(removal), correction: of(correction) },
     };
     let (y, end) = token.advance(state.reshape([rows, head_dim, value_dim]));
     let y = y.reshape([batch, heads, 1, value_dim]);

@@ -65,6 +65,17 @@ pub fn sum_vector<N: Size>(x: Vector<f32, N>) -> f32 {
     sum
 }
 
+/// The sum over `lanes` neighbouring lanes, a power of two up to 32; all of them get the same bits.
+#[cube]
+pub fn sum_lanes(value: f32, #[comptime] lanes: usize) -> f32 {
+    let mut sum = value;
+    #[unroll]
+    for step in 0..comptime!(lanes.ilog2()) {
+        sum += plane_shuffle_xor(sum, comptime!(1u32 << step));
+    }
+    sum
+}
+
 /// Replaces each of `count` values by its sum over the threads that share a row: `threads`
 /// neighbouring lanes, a power of two up to 32, or the whole block. The order of summation is fixed,
 /// and all threads get the same bits.
@@ -80,12 +91,7 @@ pub fn sum_row(
     let lanes = comptime!(if threads < 32 { threads } else { 32 });
     #[unroll]
     for i in 0..count {
-        let mut sum = values[i];
-        #[unroll]
-        for step in 0..comptime!(lanes.ilog2()) {
-            sum += plane_shuffle_xor(sum, comptime!(1u32 << step));
-        }
-        values[i] = sum;
+        values[i] = sum_lanes(values[i], lanes);
     }
     if comptime!(threads > 32) {
         let warps = comptime!(threads / 32);

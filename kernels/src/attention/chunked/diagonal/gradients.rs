@@ -9,9 +9,9 @@ use super::super::product::{
 use super::super::sums::LEAST;
 use super::super::{CHUNK_TOKENS, THREADS};
 use super::levels::{
-    Near, Operands, add_near, far_factor, load_sums, load_weights, row_of_sums, scale_rows_by,
-    segments, sums_len,
+    Operands, far_factor, load_sums, load_weights, row_of_sums, scale_rows_by, segments, sums_len,
 };
+use super::near::{Near, add_near};
 use super::{DiagonalConfig, DiagonalInputs};
 use crate::tile::roles::two_blocks_per_multiprocessor;
 use crate::tile::{

@@ -8,19 +8,19 @@
 use cubecl::prelude::*;
 
 use super::super::memory::{ChunkOf, Own, rounds};
-use super::super::product::{Matrix, WarpTile, pair, read_pair, write_pair};
+use super::super::product::{Matrix, pair, write_pair};
 use super::super::sums::LEAST;
 use super::super::{CHUNK_TOKENS, THREADS};
 use super::DiagonalConfig;
 use crate::tile::product::{Place, quads};
 use crate::tile::{
-    Accumulator, Bf16Pair, CHUNK, Chunk, LOG2_E, Pair, all_of_block, exp2, half, keep_loop, zeros,
+    Accumulator, CHUNK, Chunk, LOG2_E, Pair, all_of_block, exp2, half, keep_loop, zeros,
 };
 use burn::tensor::bf16;
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 
 /// Tokens of a block of `mma.sync`.
-const BLOCK: usize = 16;
+pub(super) const BLOCK: usize = 16;
 
 /// Elements of a row of sums.
 pub const fn row_of_sums(head_dim: usize) -> usize {
@@ -146,11 +146,11 @@ fn scaled(value: Chunk, factors: &Array<f32>, weight: f32) -> Chunk {
 }
 
 /// The row of sums at the middle of the chunk.
-const MIDDLE: usize = CHUNK_TOKENS / 2;
+pub(super) const MIDDLE: usize = CHUNK_TOKENS / 2;
 
 /// The most decay of half a chunk, base 2, for which the middle serves as the reference of all pairs: factors then stay
 /// within 2^±60, and their products, also of pairs that do not count, within f32.
-const MOST_DECAY: f32 = 60.0;
+pub(super) const MOST_DECAY: f32 = 60.0;
 
 /// The most decay from the chunk's start, base 2, to readers that split all decays there: their factors are at least
 /// 2^−90 and those of the writers before them at most 2^90, which bf16 holds with all its digits.
@@ -158,7 +158,7 @@ const MOST_SINCE_START: f32 = 90.0;
 
 /// Whether all decays of the chunk can be split at its middle. All threads call it.
 #[cube]
-fn is_mild(sums: &SharedMemory<f32>, #[comptime] d: usize) -> bool {
+pub(super) fn is_mild(sums: &SharedMemory<f32>, #[comptime] d: usize) -> bool {
     let row = comptime!(row_of_sums(d));
     let channel = UNIT_POS as usize % d;
     let middle = sums[comptime!(MIDDLE * row) + channel];
@@ -169,7 +169,7 @@ fn is_mild(sums: &SharedMemory<f32>, #[comptime] d: usize) -> bool {
 /// How many readers, the chunk's first, can split their decays at its start. A reader's part depends on no later token.
 /// All threads call it.
 #[cube]
-fn near_start(sums: &SharedMemory<f32>, #[comptime] d: usize) -> u32 {
+fn readers_from_start(sums: &SharedMemory<f32>, #[comptime] d: usize) -> u32 {
     let row = comptime!(row_of_sums(d));
     let channel = UNIT_POS as usize % d;
     let mut count = u32::cast_from(CHUNK_TOKENS as u32);
@@ -253,7 +253,7 @@ pub struct Operands {
 
 /// Writes all vectors, decayed between their tokens and a row of sums.
 #[cube]
-fn scale_all(
+pub(super) fn scale_all(
     arena: &mut SharedMemory<Chunk>,
     sums: &SharedMemory<f32>,
     weights: &SharedMemory<f32>,
@@ -282,19 +282,19 @@ fn scale_all(
 
 /// Whether a token reads at the level of `half`, a power of two.
 #[cube]
-fn reads(token: u32, half: u32) -> bool {
+pub(super) fn reads(token: u32, half: u32) -> bool {
     (token & half) != 0
 }
 
 /// The row of sums of the last writer of a token's block.
 #[cube]
-fn last_writer(token: u32, half: u32) -> u32 {
+pub(super) fn last_writer(token: u32, half: u32) -> u32 {
     token - (token & (2 * half - 1)) + half
 }
 
 /// Writes a level's vectors, decayed.
 #[cube]
-fn scale_level(
+pub(super) fn scale_level(
     arena: &mut SharedMemory<Chunk>,
     sums: &SharedMemory<f32>,
     weights: &SharedMemory<f32>,
@@ -363,7 +363,7 @@ fn block_and_writer() -> (usize, usize) {
 
 /// Whether `s` writes and `t` reads at the level of `half`, in one block.
 #[cube]
-fn meet(t: u32, s: u32, half: u32) -> bool {
+pub(super) fn meet(t: u32, s: u32, half: u32) -> bool {
     reads(t, half) && !reads(s, half) && (t ^ s) < 2 * half
 }
 
@@ -414,8 +414,8 @@ pub fn scores(
     let corrects = writer == 0;
     let mut scores = Scores { far: zeros(2usize), middle: zeros(2usize), near: zeros(2usize) };
     let (far, below, first) = (32 + block / 2 * BLOCK, block * 32, block * BLOCK);
-    let near_start = near_start(sums, d);
-    if near_start > 0 {
+    let from_start = readers_from_start(sums, d);
+    if from_start > 0 {
         scale_all(arena, sums, weights, after, 0usize, o, config);
         sync_cube();
         if exists {
@@ -425,18 +425,18 @@ pub fn scores(
                 add_block(arena, &mut scores.middle, below + BLOCK, at, below, o.x, d);
             }
             add_block(arena, &mut scores.near, first, at, first, o.x, d);
-            keep_lower(&mut scores.near, first as u32, near_start, own);
+            keep_lower(&mut scores.near, first as u32, from_start, own);
         }
         sync_cube();
     }
-    if near_start < comptime!(CHUNK_TOKENS as u32) {
+    if from_start < comptime!(CHUNK_TOKENS as u32) {
         let at = select(corrects, comptime!(o.x.at).runtime(), comptime!(o.y.at).runtime());
         scale_level(arena, sums, weights, after, 32u32.runtime(), o, config);
         sync_cube();
         if exists {
             let mut products = zeros(2usize);
             add_block(arena, &mut products, far, at, block % 2 * BLOCK, o.x, d);
-            replace_later(&mut scores.far, &products, far as u32, near_start);
+            replace_later(&mut scores.far, &products, far as u32, from_start);
         }
         sync_cube();
         scale_level(arena, sums, weights, after, 16u32.runtime(), o, config);
@@ -444,7 +444,7 @@ pub fn scores(
         if exists && block < 2 {
             let mut products = zeros(2usize);
             add_block(arena, &mut products, below + BLOCK, at, below, o.x, d);
-            replace_later(&mut scores.middle, &products, (below + BLOCK) as u32, near_start);
+            replace_later(&mut scores.middle, &products, (below + BLOCK) as u32, from_start);
         }
         sync_cube();
 
@@ -455,7 +455,7 @@ pub fn scores(
                 let mut products = zeros(2usize);
                 add_block(arena, &mut products, first, at, first, o.reader, d);
                 let half = 0u32.runtime();
-                add_where(&mut scores.near, &products, weights, writer, half, near_start, config);
+                add_where(&mut scores.near, &products, weights, writer, half, from_start, config);
             }
         }
         let mut half = u32::cast_from(8u32);
@@ -466,7 +466,7 @@ pub fn scores(
             if exists {
                 let mut products = zeros(2usize);
                 add_block(arena, &mut products, first, at, first, o.x, d);
-                add_where(&mut scores.near, &products, weights, writer, half, near_start, config);
+                add_where(&mut scores.near, &products, weights, writer, half, from_start, config);
             }
             sync_cube();
             half >>= 1;
@@ -476,9 +476,9 @@ pub fn scores(
 }
 
 /// Sets the scores of a block on the diagonal, from token `first` on, to 0 whose writers are not before their readers or,
-/// with `own`, at them; and those of readers from `readers` on.
+/// with `own`, at them; and those of readers that are not among the first `from_start`.
 #[cube]
-fn keep_lower(near: &mut Accumulator, first: u32, readers: u32, #[comptime] own: bool) {
+fn keep_lower(near: &mut Accumulator, first: u32, from_start: u32, #[comptime] own: bool) {
     let lane = UNIT_POS_PLANE;
     #[unroll]
     for f in 0..2usize {
@@ -490,7 +490,7 @@ fn keep_lower(near: &mut Accumulator, first: u32, readers: u32, #[comptime] own:
             if comptime!(own) {
                 end += 1;
             }
-            let end = select(first + t < readers, end, 0u32);
+            let end = select(first + t < from_start, end, 0u32);
             let mut value = block[r];
             #[unroll]
             for c in 0..2usize {
@@ -502,22 +502,22 @@ fn keep_lower(near: &mut Accumulator, first: u32, readers: u32, #[comptime] own:
     }
 }
 
-/// Replaces the rows of a block, whose first is `first`, that are at `from` or later.
+/// Replaces the scores in a block, from token `first` on, of readers that are not among the first `from_start`.
 #[cube]
-fn replace_later(block: &mut Accumulator, by: &Accumulator, first: u32, from: u32) {
+fn replace_later(block: &mut Accumulator, by: &Accumulator, first: u32, from_start: u32) {
     #[unroll]
     for f in 0..2usize {
         let (to, products) = (block.index_mut(f), by.index(f));
         #[unroll]
         for r in 0..2usize {
             let row = first + UNIT_POS_PLANE / 4 + comptime!((8 * r) as u32);
-            to[r] = select(row < from, to[r], products[r]);
+            to[r] = select(row < from_start, to[r], products[r]);
         }
     }
 }
 
-/// Adds the products of readers from `readers` on with writers that meet at a level, or, for `half` = 0, of tokens with
-/// themselves.
+/// Adds the products of readers that are not among the first `from_start` with writers that meet at a level, or, for
+/// `half` = 0, of tokens with themselves.
 #[cube]
 fn add_where(
     near: &mut Accumulator,
@@ -525,7 +525,7 @@ fn add_where(
     weights: &SharedMemory<f32>,
     writer: usize,
     half: u32,
-    readers: u32,
+    from_start: u32,
     #[comptime] config: DiagonalConfig,
 ) {
     let (block, _) = block_and_writer();
@@ -547,7 +547,7 @@ fn add_where(
                 } else if comptime!(config.is_weighted()) {
                     weight = select(writer == 0, weights[block * BLOCK + s as usize], 1f32);
                 }
-                let counts = counts && block as u32 * comptime!(BLOCK as u32) + t >= readers;
+                let counts = counts && block as u32 * comptime!(BLOCK as u32) + t >= from_start;
                 value[c] = select(counts, value[c] * weight, 0f32);
             }
             sum[r] = sum[r] + value;
@@ -608,482 +608,6 @@ fn store_block(
     }
 }
 
-/// The gradients of a chunk's readers and writers: results of 64 tokens of head_dim channels.
-#[derive(CubeType)]
-pub struct Near {
-    /// Of the readers.
-    pub reader: Accumulator,
-    /// Of the corrections, times their weights.
-    pub correction: Accumulator,
-    /// Of the keys.
-    pub key: Accumulator,
-    /// Of the sums of log decays at the tokens.
-    pub of_sums: Accumulator,
-    /// Of the sums up to which the present readers read, if some read before the decay of their own token.
-    pub of_readers: Accumulator,
-}
-
-/// Adds the gradients that reach vectors by the scores, whose gradients `d_scores`, with corrections and with keys, are 0
-/// wherever there is no score. Synchronises before it returns.
-#[cube]
-pub fn add_near(
-    arena: &mut SharedMemory<Chunk>,
-    sums: &SharedMemory<f32>,
-    weights: &SharedMemory<f32>,
-    near: &mut Near,
-    tile: &WarpTile,
-    after: usize,
-    own: bool,
-    #[comptime] d_scores: [Matrix; 2],
-    #[comptime] o: Operands,
-    #[comptime] config: DiagonalConfig,
-) {
-    if is_mild(sums, comptime!(config.head_dim)) {
-        scale_all(arena, sums, weights, after, MIDDLE, o, config);
-        sync_cube();
-        if tile.exists {
-            // No block is too small for its tokens to be told apart: d_scores has zeros where there is no score.
-            let (first, half) = (tile.down * BLOCK, 32u32.runtime());
-            let (earlier, later) = (tile.down as u32 + 1, 4 - tile.down as u32);
-            let mut acc = zeros(comptime!(config.fragments()));
-            add_reads(
-                arena,
-                &mut acc,
-                tile,
-                first,
-                0usize.runtime(),
-                earlier,
-                half,
-                d_scores[0],
-                o.w,
-                config,
-            );
-            if comptime!(config.writers() == 2) {
-                add_reads(
-                    arena,
-                    &mut acc,
-                    tile,
-                    first,
-                    0usize.runtime(),
-                    earlier,
-                    half,
-                    d_scores[1],
-                    o.y,
-                    config,
-                );
-            }
-            add_of_readers(arena, sums, near, &acc, tile, half, after, o, config);
-            let mut acc = zeros(comptime!(config.fragments()));
-            add_writes(arena, &mut acc, tile, first, first, later, half, d_scores[0], o.x, config);
-            add_of_level(
-                arena,
-                sums,
-                &mut near.correction,
-                &mut near.of_sums,
-                &acc,
-                tile,
-                half,
-                1usize.runtime(),
-                false,
-                o.w,
-                config,
-            );
-            if comptime!(config.writers() == 2) {
-                let mut acc = zeros(comptime!(config.fragments()));
-                add_writes(
-                    arena,
-                    &mut acc,
-                    tile,
-                    first,
-                    first,
-                    later,
-                    half,
-                    d_scores[1],
-                    o.x,
-                    config,
-                );
-                add_of_level(
-                    arena,
-                    sums,
-                    &mut near.key,
-                    &mut near.of_sums,
-                    &acc,
-                    tile,
-                    half,
-                    1usize.runtime(),
-                    false,
-                    o.y,
-                    config,
-                );
-            }
-        }
-        sync_cube();
-    } else {
-        add_levels(arena, sums, weights, near, tile, after, own, d_scores, o, config);
-    }
-}
-
-/// [`add_near`], level by level.
-#[cube]
-fn add_levels(
-    arena: &mut SharedMemory<Chunk>,
-    sums: &SharedMemory<f32>,
-    weights: &SharedMemory<f32>,
-    near: &mut Near,
-    tile: &WarpTile,
-    after: usize,
-    own: bool,
-    #[comptime] d_scores: [Matrix; 2],
-    #[comptime] o: Operands,
-    #[comptime] config: DiagonalConfig,
-) {
-    if own {
-        if tile.exists {
-            add_own(arena, weights, near, tile, d_scores, o, config);
-        }
-    }
-    let mut half = u32::cast_from(32u32);
-    keep_loop();
-    for _ in 0..6usize {
-        scale_level(arena, sums, weights, after, half, o, config);
-        sync_cube();
-        if tile.exists {
-            let first = tile.down * BLOCK;
-            // The first reader of the block's readers and writers, where these are whole blocks; below, each block has
-            // both.
-            let boundary = last_writer(first as u32, half);
-            let far = half >= comptime!(BLOCK as u32);
-            let reads = reads(first as u32, half);
-            let steps = select(far, half / comptime!(BLOCK as u32), 1u32.runtime());
-            if reads || !far {
-                let from = select(far, (boundary - half) as usize, first);
-                let mut acc = zeros(comptime!(config.fragments()));
-                add_reads(
-                    arena,
-                    &mut acc,
-                    tile,
-                    first,
-                    from,
-                    steps,
-                    half,
-                    d_scores[0],
-                    o.x,
-                    config,
-                );
-                if comptime!(config.writers() == 2) {
-                    add_reads(
-                        arena,
-                        &mut acc,
-                        tile,
-                        first,
-                        from,
-                        steps,
-                        half,
-                        d_scores[1],
-                        o.y,
-                        config,
-                    );
-                }
-                add_of_readers(arena, sums, near, &acc, tile, half, after, o, config);
-            }
-            if !reads || !far {
-                let from = select(far, boundary as usize, first);
-                let mut acc = zeros(comptime!(config.fragments()));
-                add_writes(
-                    arena,
-                    &mut acc,
-                    tile,
-                    first,
-                    from,
-                    steps,
-                    half,
-                    d_scores[0],
-                    o.x,
-                    config,
-                );
-                add_of_level(
-                    arena,
-                    sums,
-                    &mut near.correction,
-                    &mut near.of_sums,
-                    &acc,
-                    tile,
-                    half,
-                    1usize.runtime(),
-                    false,
-                    o.x,
-                    config,
-                );
-                if comptime!(config.writers() == 2) {
-                    let mut acc = zeros(comptime!(config.fragments()));
-                    add_writes(
-                        arena,
-                        &mut acc,
-                        tile,
-                        first,
-                        from,
-                        steps,
-                        half,
-                        d_scores[1],
-                        o.x,
-                        config,
-                    );
-                    add_of_level(
-                        arena,
-                        sums,
-                        &mut near.key,
-                        &mut near.of_sums,
-                        &acc,
-                        tile,
-                        half,
-                        1usize.runtime(),
-                        false,
-                        o.y,
-                        config,
-                    );
-                }
-            }
-        }
-        sync_cube();
-        half >>= 1;
-    }
-}
-
-/// The products of tokens with themselves.
-#[cube]
-fn add_own(
-    arena: &SharedMemory<Chunk>,
-    weights: &SharedMemory<f32>,
-    near: &mut Near,
-    tile: &WarpTile,
-    #[comptime] d_scores: [Matrix; 2],
-    #[comptime] o: Operands,
-    #[comptime] config: DiagonalConfig,
-) {
-    #[unroll]
-    for r in 0..2usize {
-        let t = tile.row(r);
-        let even = t / 2 * 2;
-        let both = read_pair(arena, t, even, d_scores[0]);
-        let gradient = Pair::cast_from(select(t == even, both[0], both[1]));
-        let weighted = gradient * Pair::cast_from(weights[t]);
-        #[unroll]
-        for f in 0..comptime!(config.fragments()) {
-            let column = tile.column(f);
-            let reader = read_pair(arena, t, column, o.reader);
-            let correction = read_pair(arena, t, column, o.correction);
-            let d_reader = near.reader.index_mut(f);
-            d_reader[r] = d_reader[r] + weighted * correction;
-            let d_correction = near.correction.index_mut(f);
-            d_correction[r] = d_correction[r] + gradient * reader;
-        }
-        if comptime!(config.writers() == 2) {
-            let both = read_pair(arena, t, even, d_scores[1]);
-            let gradient = Pair::cast_from(select(t == even, both[0], both[1]));
-            #[unroll]
-            for f in 0..comptime!(config.fragments()) {
-                let column = tile.column(f);
-                let reader = read_pair(arena, t, column, o.reader);
-                let key = read_pair(arena, t, column, o.key);
-                let d_reader = near.reader.index_mut(f);
-                d_reader[r] = d_reader[r] + gradient * key;
-                let d_key = near.key.index_mut(f);
-                d_key[r] = d_key[r] + gradient * reader;
-            }
-        }
-    }
-}
-
-/// [`add_of_level`] of readers.
-#[cube]
-fn add_of_readers(
-    arena: &SharedMemory<Chunk>,
-    sums: &SharedMemory<f32>,
-    near: &mut Near,
-    acc: &Accumulator,
-    tile: &WarpTile,
-    half: u32,
-    after: usize,
-    #[comptime] o: Operands,
-    #[comptime] config: DiagonalConfig,
-) {
-    if comptime!(config.reads_before()) {
-        add_of_level(
-            arena,
-            sums,
-            &mut near.reader,
-            &mut near.of_readers,
-            acc,
-            tile,
-            half,
-            after,
-            true,
-            o.x,
-            config,
-        );
-    } else {
-        add_of_level(
-            arena,
-            sums,
-            &mut near.reader,
-            &mut near.of_sums,
-            acc,
-            tile,
-            half,
-            after,
-            true,
-            o.x,
-            config,
-        );
-    }
-}
-
-/// Adds what a level has: the decayed gradients to those of the vectors, and their products with the vectors, as decayed
-/// and rounded, to those of the sums. So what a pair adds to its reader's sum is what it takes from its writer's.
-#[cube]
-fn add_of_level(
-    arena: &SharedMemory<Chunk>,
-    sums: &SharedMemory<f32>,
-    vectors: &mut Accumulator,
-    of_sums: &mut Accumulator,
-    acc: &Accumulator,
-    tile: &WarpTile,
-    half: u32,
-    after: usize,
-    #[comptime] reads: bool,
-    #[comptime] from: Matrix,
-    #[comptime] config: DiagonalConfig,
-) {
-    let row_len = comptime!(row_of_sums(config.head_dim));
-    #[unroll]
-    for r in 0..2usize {
-        let row = tile.row(r);
-        let last_writer = last_writer(row as u32, half) as usize;
-        let own = row + after;
-        #[unroll]
-        for f in 0..comptime!(config.fragments()) {
-            let column = tile.column(f);
-            let value = acc.index(f)[r];
-            let (vector, of_sum) = (vectors.index_mut(f), of_sums.index_mut(f));
-            let (at, reference) = (
-                sum_pair(sums, own * row_len + column),
-                sum_pair(sums, last_writer * row_len + column),
-            );
-            let exponent = if comptime!(reads) { at - reference } else { reference - at };
-            // At levels of less than a block, of a token that has the other role, whose gradient is 0, it may be any.
-            let limit = f32::cast_from(MOST_DECAY);
-            let factor = pair(exp2(min(exponent[0], limit)), exp2(min(exponent[1], limit)));
-            vector[r] = vector[r] + value * factor;
-            let product = value * read_pair(arena, row, column, from);
-            of_sum[r] = if comptime!(reads) { of_sum[r] + product } else { of_sum[r] - product };
-        }
-    }
-}
-
-/// Adds d_scores · writers, for the readers from `first` on and `steps`·16 writers from `from` on.
-#[cube]
-fn add_reads(
-    arena: &SharedMemory<Chunk>,
-    acc: &mut Accumulator,
-    tile: &WarpTile,
-    first: usize,
-    from: usize,
-    steps: u32,
-    half: u32,
-    #[comptime] d_scores: Matrix,
-    #[comptime] writers: Matrix,
-    #[comptime] config: DiagonalConfig,
-) {
-    let def = MmaDefinition::<bf16, bf16, f32>::new(16usize, 8usize, 16usize);
-    let lane = UNIT_POS_PLANE as usize;
-    for step in 0..steps {
-        let from = from + step as usize * BLOCK;
-        let at = d_scores.at + (first + lane % 16) * d_scores.row + from / CHUNK + lane / 16;
-        let slice = arena.slice(at, at + 1);
-        let mut left = def.load_matrix::<_, Const<2>>(&slice, MatrixIdent::A, 4usize, false);
-        if half < comptime!(BLOCK as u32) {
-            keep_meeting(&mut left, half, false);
-        }
-        add_with(arena, acc, &left, tile, from, writers, config);
-    }
-}
-
-/// Adds d_scoresᵀ · readers, for the writers from `first` on and `steps`·16 readers from `from` on.
-#[cube]
-fn add_writes(
-    arena: &SharedMemory<Chunk>,
-    acc: &mut Accumulator,
-    tile: &WarpTile,
-    first: usize,
-    from: usize,
-    steps: u32,
-    half: u32,
-    #[comptime] d_scores: Matrix,
-    #[comptime] readers: Matrix,
-    #[comptime] config: DiagonalConfig,
-) {
-    let def = MmaDefinition::<bf16, bf16, f32>::new(16usize, 8usize, 16usize);
-    let lane = UNIT_POS_PLANE as usize;
-    let (eight, within, second) = (lane / 8 % 2, lane % 8, lane / 16);
-    for step in 0..steps {
-        let from = from + step as usize * BLOCK;
-        let at = d_scores.at + (from + second * 8 + within) * d_scores.row + first / CHUNK + eight;
-        let slice = arena.slice(at, at + 1);
-        let mut left = def.load_matrix::<_, Const<2>>(&slice, MatrixIdent::A, 4usize, true);
-        if half < comptime!(BLOCK as u32) {
-            keep_meeting(&mut left, half, true);
-        }
-        add_with(arena, acc, &left, tile, from, readers, config);
-    }
-}
-
-/// Sets the elements of a block on the diagonal to 0 whose tokens do not meet at a level.
-#[cube]
-fn keep_meeting(left: &mut Array<Bf16Pair>, half: u32, #[comptime] transposed: bool) {
-    let lane = UNIT_POS_PLANE;
-    #[unroll]
-    for i in 0..4usize {
-        let mut value = left[i];
-        #[unroll]
-        for c in 0..2usize {
-            let row = lane / 4 + comptime!((i % 2 * 8) as u32);
-            let column = lane % 4 * 2 + comptime!((i / 2 * 8 + c) as u32);
-            let mut counts = meet(row, column, half);
-            if comptime!(transposed) {
-                counts = meet(column, row, half);
-            }
-            value[c] = select(counts, value[c], bf16::cast_from(0f32));
-        }
-        left[i] = value;
-    }
-}
-
-/// Adds the product of a fragment with the 16 rows of a matrix from `row` on.
-#[cube]
-fn add_with(
-    arena: &SharedMemory<Chunk>,
-    acc: &mut Accumulator,
-    left: &Array<Bf16Pair>,
-    tile: &WarpTile,
-    row: usize,
-    #[comptime] with: Matrix,
-    #[comptime] config: DiagonalConfig,
-) {
-    let def = MmaDefinition::<bf16, bf16, f32>::new(16usize, 8usize, 16usize);
-    let lane = UNIT_POS_PLANE as usize;
-    #[unroll]
-    for two in 0..comptime!(config.fragments() / 2) {
-        let column = tile.column + comptime!(two * BLOCK);
-        let at = with.at + (row + lane % 16) * with.row + column / CHUNK + lane / 16;
-        let slice = arena.slice(at, at + 1);
-        let four = def.load_matrix::<_, Const<2>>(&slice, MatrixIdent::B, 4usize, true);
-        #[unroll]
-        for h in 0..2usize {
-            def.execute_inplace(left, &half(&four, h), acc.index_mut(comptime!(two * 2 + h)));
-        }
-    }
-}
-
 /// The decays of the lane's elements between the chunk's start and their tokens, or from them to its end.
 #[cube]
 pub fn far_factor(
@@ -1106,6 +630,6 @@ pub fn far_factor(
 
 /// Two sums at an even place.
 #[cube]
-fn sum_pair(sums: &SharedMemory<f32>, at: usize) -> Pair {
+pub(super) fn sum_pair(sums: &SharedMemory<f32>, at: usize) -> Pair {
     sums.to_slice().into_vectorized().with_vector_size::<Const<2>>()[at / 2]
 }

@@ -12,6 +12,7 @@
 
 mod gradients;
 mod levels;
+mod near;
 mod output;
 mod queries;
 mod scan;
@@ -137,18 +138,40 @@ pub struct Diagonal {
 
 /// What an update takes beside keys and values.
 #[derive(Clone, Debug)]
-pub enum Corrections {
+pub enum Corrections<T = CudaTensor> {
     /// Nothing.
     None,
     /// β, `[rows, seq_len, 1]` in f32, at least 0, for the delta rule.
-    Weights(CudaTensor),
-    /// Removal keys z and corrections b, `[rows, seq_len, head_dim]` each in bf16.
+    Weights(T),
+    /// Removal keys z and corrections b, `[rows, seq_len, head_dim]` each; in bf16 where the core takes them.
     Vectors {
         /// z
-        removal: CudaTensor,
+        removal: T,
         /// b
-        correction: CudaTensor,
+        correction: T,
     },
+}
+
+impl<T> Corrections<T> {
+    /// The update that takes them.
+    pub fn update(&self) -> Update {
+        match self {
+            Corrections::None => Update::Additive,
+            Corrections::Weights(_) => Update::Delta,
+            Corrections::Vectors { .. } => Update::Replace,
+        }
+    }
+
+    /// With each tensor replaced.
+    pub fn map<U>(self, f: impl Fn(T) -> U) -> Corrections<U> {
+        match self {
+            Corrections::None => Corrections::None,
+            Corrections::Weights(beta) => Corrections::Weights(f(beta)),
+            Corrections::Vectors { removal, correction } => {
+                Corrections::Vectors { removal: f(removal), correction: f(correction) }
+            }
+        }
+    }
 }
 
 /// The gradients of a call's inputs: of their shapes and types, in the same places.
@@ -231,14 +254,6 @@ pub fn saved_bytes(update: Update, shape: &AttentionShape, value_dim: usize) -> 
 }
 
 impl Diagonal {
-    fn update(&self) -> Update {
-        match self.corrections {
-            Corrections::None => Update::Additive,
-            Corrections::Weights(_) => Update::Delta,
-            Corrections::Vectors { .. } => Update::Replace,
-        }
-    }
-
     /// With tensors that are contiguous.
     ///
     /// # Panics
@@ -297,7 +312,7 @@ impl Diagonal {
         while !value_dim.is_multiple_of(columns) {
             columns /= 2;
         }
-        DiagonalConfig { head_dim, value_dim, columns, update: self.update() }
+        DiagonalConfig { head_dim, value_dim, columns, update: self.corrections.update() }
     }
 
     /// The configuration of scans: the widest parts that still give all multiprocessors a block.
@@ -332,7 +347,7 @@ impl Diagonal {
         let [rows, group, seq_len, d, value_dim] = call.sizes();
         let (chunks, like, all) = (call.chunks(), &call.q, CHUNK_TOKENS);
         let of = |shape: &[usize]| empty(like, shape, DType::BF16);
-        let corrects = call.update() != Update::Additive;
+        let corrects = call.corrections.update() != Update::Additive;
         let saved = Saved {
             keys: of(&[rows, seq_len, d]),
             decay: empty(like, &[rows, chunks, d], DType::F32),

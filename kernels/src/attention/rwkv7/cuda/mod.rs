@@ -49,7 +49,11 @@ impl Call {
             panic!("{INPUTS} inputs")
         };
         let ([batch, heads, seq_len, d], kv_heads) = (r.meta.shape().dims(), dims(k)[1]);
-        for x in [k, v, decay, rate, gate] {
+        let (of_keys, logits) = ([batch, kv_heads, seq_len, d], [batch, seq_len, kv_heads * d]);
+        let of_heads = [batch, seq_len, heads * d];
+        let shapes: [&[usize]; 5] = [&of_keys, &of_keys, &logits, &logits, &of_heads];
+        for (x, shape) in [k, v, decay, rate, gate].into_iter().zip(shapes) {
+            assert_eq!(dims(x), shape, "the shape of an activation beside r of {:?}", dims(r));
             assert_eq!(x.dtype, r.dtype, "types of r and of the other activations");
         }
         let lengths = [kv_heads, kv_heads, heads, heads, heads];
@@ -292,10 +296,9 @@ pub fn backward(
             of_keys.split(),
         );
     }
-    let of_keys = |which| columns(&key_vectors, which * keys, &[keys], 1);
-    let of_heads = |which| columns(&head_vectors, which * heads, &[heads], 1);
     let [d_decay, d_rate, d_gate] = [d_decay, d_rate, d_gate].map(by_token);
-    let [d_xi, d_alpha] = [0, 1].map(of_keys);
-    let [d_rho, d_scale, d_bias] = [0, 1, 2].map(of_heads);
+    let [d_xi, d_alpha] = [0, 1].map(|at| columns(&key_vectors, at * keys, &[keys], 1));
+    let [d_rho, d_scale, d_bias] =
+        [0, 1, 2].map(|at| columns(&head_vectors, at * heads, &[heads], 1));
     [d_r, d_k, d_v, d_decay, d_rate, d_gate, d_xi, d_alpha, d_rho, d_scale, d_bias]
 }
