@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 
 use super::product::Matrix;
 use super::{CHUNK_TOKENS, THREADS};
-use crate::tile::{CHUNK, Chunk, exp2};
+use crate::tile::{CHUNK, Chunk, Pair, exp2};
 
 /// How a token's value enters the state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -41,6 +41,24 @@ impl ChunkConfig {
     pub const fn is_delta(&self) -> bool {
         matches!(self.update, Update::Delta)
     }
+}
+
+/// The states of rows before their first tokens and after their last, `[rows, head_dim, value_dim]` in f32.
+#[derive(CubeType, CubeLaunch)]
+pub struct EndStates {
+    /// Those before, if they are given.
+    pub before: Array<Pair>,
+    /// Those after, if they are wanted.
+    pub after: Array<Pair>,
+}
+
+/// Which of the [`EndStates`] there are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct HandOver {
+    /// Whether states before the first tokens are given; else they are 0.
+    pub before: bool,
+    /// Whether states after the last tokens are wanted.
+    pub after: bool,
 }
 
 /// The sizes of a call.

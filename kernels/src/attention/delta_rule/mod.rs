@@ -46,7 +46,7 @@ use burn_flex::FlexTensor;
 
 use super::blocks::repeat_heads;
 use super::chunked::diagonal::Corrections;
-use super::chunked::{self, Decays, Grads, Update};
+use super::chunked::{self, Decays, Grads, Rows, Update};
 use super::linear::GatedLinear;
 use super::linear::reference::LinearInputs;
 use super::recurrent::step::Token;
@@ -146,10 +146,14 @@ impl DeltaRule {
         shape: &AttentionShape,
         inputs: DeltaInputs<B>,
         state: &mut State<B>,
+        path: ExecPath,
     ) -> Tensor<B, 4> {
         let DeltaInputs { q, k, v, beta, log_decay } = inputs;
         let [rows, group, seq_len, d] = q.dims();
         let (y, end) = match state.s.take() {
+            start if path == ExecPath::Kernel(DeviceKind::Cuda) => {
+                Rows { q, k, v, log_decay, beta: Some(beta) }.extend(Update::Delta, start)
+            }
             Some(start) if seq_len == 1 => {
                 let (q, corrections) = (q.reshape([rows, group, d]), Corrections::Weights(beta));
                 let (y, end) = Token { q, k, v, log_decay, corrections }.advance(start);

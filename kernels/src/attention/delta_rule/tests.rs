@@ -300,14 +300,14 @@ fn largest_difference<const N: usize>(a: Tensor<Flex, N>, b: Tensor<Flex, N>) ->
 fn the_state_does_not_depend_on_how_tokens_arrive() {
     let rule = DeltaRule { chunk: 16, decays: Decays::PerToken };
     let (mut state, mut whole) = (State::default(), State::default());
-    let want = rule.extend(&SHAPE, waves(300, 8), &mut whole);
+    let want = rule.extend(&SHAPE, waves(300, 8), &mut whole, ExecPath::Reference);
     let mut parts = vec![];
     for n in [100, 1, 1, 16, 33, 149] {
         let first = parts.iter().map(|y: &Tensor<Flex, 4>| y.dims()[2]).sum();
         let DeltaInputs { q, k, v, beta, log_decay } = waves(300, 8);
         let [k, v, beta, log_decay] = [k, v, beta, log_decay].map(|x| x.narrow(1, first, n));
         let inputs = DeltaInputs { q: q.narrow(2, first, n), k, v, beta, log_decay };
-        parts.push(rule.extend(&SHAPE, inputs, &mut state));
+        parts.push(rule.extend(&SHAPE, inputs, &mut state, ExecPath::Reference));
     }
     assert!(largest_difference(Tensor::cat(parts, 2), want) < 2e-6);
     assert!(largest_difference(state.s.unwrap(), whole.s.unwrap()) < 2e-6);

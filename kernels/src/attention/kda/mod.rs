@@ -131,16 +131,6 @@ impl VariantSpec for Config {
         }
     }
 
-    /// Decoding on CUDA runs the reference; [`Token`](super::recurrent::step::Token) is its kernel of single tokens.
-    fn serves_length(
-        &self,
-        kernel: Kernel,
-        _shape: &AttentionShape,
-        seq_len: Option<usize>,
-    ) -> bool {
-        kernel.device == DeviceKind::Cpu || seq_len.is_some()
-    }
-
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         validate_value_dim(key, self.value_dim, problems);
         problems.check(
@@ -214,6 +204,10 @@ impl VariantSpec for Config {
     fn state_elements(&self, shape: &AttentionShape, _seq_len: usize) -> u64 {
         DeltaRule::state_elements(shape, VariantSpec::value_dim(self, shape))
     }
+
+    fn state_dtype(&self, _path: ExecPath, _dtype: DType) -> DType {
+        DType::F32
+    }
 }
 
 impl Variant for Config {
@@ -253,8 +247,8 @@ impl Variant for Config {
         shape: &AttentionShape,
         inputs: Inputs<B>,
         state: &mut State<B>,
-        _path: ExecPath,
+        path: ExecPath,
     ) -> Tensor<B, 4> {
-        self.run(shape, inputs, None, |inputs| self.rule().extend(shape, inputs, state))
+        self.run(shape, inputs, None, |inputs| self.rule().extend(shape, inputs, state, path))
     }
 }

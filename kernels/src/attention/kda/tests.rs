@@ -32,8 +32,6 @@ impl Conformance for Config {
 
     const WIDEST_HEAD: usize = 128;
 
-    const KERNELS_DECODE: bool = false;
-
     /// Channels that remember for long beside those that forget, of which the initial decay has only the latter.
     /// Repeated keys; β of 0 and of its maximum; no decay, and decay to 0.
     fn prepare(&self, inputs: &mut [Tensor64]) {

@@ -39,7 +39,7 @@ use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use self::reference::LinearInputs;
-use super::chunked::{self, Decays, Grads, Update};
+use super::chunked::{self, Decays, Grads, Rows, Update};
 use super::per_token::channel_decay::decay_of_gate;
 use super::recurrent::{forget_at_starts, validate_chunk};
 use super::rotation::{Rotation, Scaling, rotate};
@@ -190,16 +190,6 @@ impl VariantSpec for Config {
         }
     }
 
-    /// Decoding on CUDA runs the reference; [`Token`](super::recurrent::step::Token) is its kernel of single tokens.
-    fn serves_length(
-        &self,
-        kernel: Kernel,
-        _shape: &AttentionShape,
-        seq_len: Option<usize>,
-    ) -> bool {
-        kernel.device == DeviceKind::Cpu || seq_len.is_some()
-    }
-
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         validate_chunk(key, self.chunk, problems);
         if let Some(rotation) = self.rotation() {
@@ -265,6 +255,10 @@ impl VariantSpec for Config {
     fn state_elements(&self, shape: &AttentionShape, _seq_len: usize) -> u64 {
         (shape.kv_heads * shape.head_dim * shape.head_dim) as u64
     }
+
+    fn state_dtype(&self, _path: ExecPath, _dtype: DType) -> DType {
+        DType::F32
+    }
 }
 
 impl Variant for Config {
@@ -309,12 +303,12 @@ impl Variant for Config {
         shape: &AttentionShape,
         Inputs { q, k, v, projections, parameters }: Inputs<B>,
         state: &mut State<B>,
-        _path: ExecPath,
+        path: ExecPath,
     ) -> Tensor<B, 4> {
         let dims = q.dims();
         let logits = projections.into_iter().next();
         let rows = self.rows(shape, [q, k, v], logits, None, state.position);
-        let (y, sums) = self.op().forward(rows, state.sums.take());
+        let (y, sums) = self.op().extend(rows, None, state.sums.take(), path);
         *state = State { sums: Some(sums), position: state.position + dims[2] };
         rms_norm(y.reshape(dims), parameters[0].clone(), EPS)
     }
@@ -330,6 +324,25 @@ pub(super) struct GatedLinear {
 }
 
 impl GatedLinear {
+    /// y of the tokens after those in the state `start`, and the state after them; β `[rows, seq_len, 1]` weighs values.
+    pub fn extend<B: OpBackend>(
+        &self,
+        rows: LinearInputs<B>,
+        beta: Option<Tensor<B, 3>>,
+        start: Option<Tensor<B, 3>>,
+        path: ExecPath,
+    ) -> (Tensor<B, 4>, Tensor<B, 3>) {
+        let LinearInputs { q, k, v, log_decay } = rows;
+        if path == ExecPath::Kernel(DeviceKind::Cuda) {
+            return Rows { q, k, v, log_decay, beta }.extend(Update::Additive, start);
+        }
+        let v = match beta {
+            Some(beta) => v * beta,
+            None => v,
+        };
+        self.forward(LinearInputs { q, k, v, log_decay }, start)
+    }
+
     /// FLOPs per token, forward: scores and weighted values inside a chunk, and updating and querying S.
     pub fn flops_per_token(&self, shape: &AttentionShape, value_dim: usize, seq_len: usize) -> f64 {
         let (d, values) = (shape.head_dim as f64, value_dim as f64);

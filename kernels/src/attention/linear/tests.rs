@@ -33,8 +33,6 @@ impl Conformance for Config {
 
     const WIDEST_HEAD: usize = 128;
 
-    const KERNELS_DECODE: bool = false;
-
     /// Small queries, so that short sequences have outputs whose mean square is near [`EPS`]. Otherwise a
     /// norm's output does not depend on the size of its input, and the gradient of a single token's score is
     /// only rounding.

@@ -139,16 +139,6 @@ impl VariantSpec for Config {
         }
     }
 
-    /// Decoding on CUDA runs the reference; [`Token`](super::recurrent::step::Token) is its kernel of single tokens.
-    fn serves_length(
-        &self,
-        kernel: Kernel,
-        _shape: &AttentionShape,
-        seq_len: Option<usize>,
-    ) -> bool {
-        kernel.device == DeviceKind::Cpu || seq_len.is_some()
-    }
-
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         validate_value_dim(key, self.value_dim, problems);
         validate_key_heads(key, self.key_heads, shape, problems);
@@ -223,6 +213,10 @@ impl VariantSpec for Config {
     fn state_elements(&self, shape: &AttentionShape, _seq_len: usize) -> u64 {
         (shape.kv_heads * shape.head_dim * VariantSpec::value_dim(self, shape)) as u64
     }
+
+    fn state_dtype(&self, _path: ExecPath, _dtype: DType) -> DType {
+        DType::F32
+    }
 }
 
 impl Variant for Config {
@@ -266,11 +260,10 @@ impl Variant for Config {
         shape: &AttentionShape,
         inputs: Inputs<B>,
         state: &mut State<B>,
-        _path: ExecPath,
+        path: ExecPath,
     ) -> Tensor<B, 4> {
         self.run(shape, inputs, None, |inputs, steps| {
-            let inputs = LinearInputs { v: inputs.v * steps, ..inputs };
-            let (y, end) = self.linear().forward(inputs, state.s.take());
+            let (y, end) = self.linear().extend(inputs, Some(steps), state.s.take(), path);
             state.s = Some(end);
             y
         })

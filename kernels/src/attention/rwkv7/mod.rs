@@ -43,6 +43,7 @@ mod recurrence;
 mod tests;
 mod time_mix;
 
+use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Tensor, activation::sigmoid};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
@@ -50,6 +51,7 @@ use serde::{Deserialize, Serialize};
 use self::recurrence::wkv;
 use self::time_mix::{TimeMix, time_mix};
 use super::chunked::{self, diagonal};
+use super::dispatch::on_cuda;
 use super::recurrent::by_head;
 use super::saved::Channels;
 use super::{
@@ -124,6 +126,16 @@ fn decay_bias(shape: &AttentionShape) -> Init {
     Init::Values((0..channels).map(|n| (-6.5 + 5.0 * place(n).powf(power)) as f32).collect())
 }
 
+/// The inputs of [`TimeMix`].
+fn in_order<B: OpBackend>(inputs: Inputs<B>) -> [FloatTensor<B>; 11] {
+    let Inputs { q, k, v, projections, parameters } = inputs;
+    let of_heads = [q, k, v].map(primitive).into_iter();
+    let projections = projections.into_iter().map(primitive);
+    let all = of_heads.chain(projections).chain(parameters.into_iter().map(primitive));
+    let count = "three projections and five vectors";
+    all.collect::<Vec<_>>().try_into().unwrap_or_else(|_| panic!("{count}"))
+}
+
 impl VariantSpec for Config {
     const SOURCE: &'static str = "RWKV-7's time mix (Peng et al., 2025)";
 
@@ -131,16 +143,6 @@ impl VariantSpec for Config {
 
     fn serves(&self, kernel: Kernel, shape: &AttentionShape, _batch: usize) -> bool {
         chunked::serves(kernel.dtype, shape.head_dim, self.value_dim(shape))
-    }
-
-    /// Decoding runs the reference; [`Token`](super::recurrent::step::Token) is its kernel of single tokens on CUDA.
-    fn serves_length(
-        &self,
-        _kernel: Kernel,
-        _shape: &AttentionShape,
-        seq_len: Option<usize>,
-    ) -> bool {
-        seq_len.is_some()
     }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
@@ -230,6 +232,10 @@ impl VariantSpec for Config {
     fn state_elements(&self, shape: &AttentionShape, _seq_len: usize) -> u64 {
         (shape.kv_heads * shape.head_dim * self.value_dim(shape)) as u64
     }
+
+    fn state_dtype(&self, _path: ExecPath, _dtype: DType) -> DType {
+        DType::F32
+    }
 }
 
 impl Variant for Config {
@@ -242,16 +248,8 @@ impl Variant for Config {
         documents: DocumentStarts<B>,
         path: ExecPath,
     ) -> Tensor<B, 4> {
-        let Inputs { q, k, v, projections, parameters } = inputs;
-        let inputs: Vec<_> = [q, k, v]
-            .map(primitive)
-            .into_iter()
-            .chain(projections.into_iter().map(primitive))
-            .chain(parameters.into_iter().map(primitive))
-            .collect();
-        let inputs = inputs.try_into().expect("three projections and five vectors");
         let ints = documents.into_iter().map(Tensor::into_primitive).collect();
-        tensor(path.run::<B, _, 11>(&TimeMix, inputs, ints))
+        tensor(path.run::<B, _, 11>(&TimeMix, in_order(inputs), ints))
     }
 
     fn log_retention<B: OpBackend>(
@@ -277,8 +275,17 @@ impl Variant for Config {
         _shape: &AttentionShape,
         inputs: Inputs<B>,
         state: &mut State<B>,
-        _path: ExecPath,
+        path: ExecPath,
     ) -> Tensor<B, 4> {
+        if let ExecPath::Kernel(_) = path {
+            let on_device =
+                |x: FloatTensor<B>| B::into_cuda(x).expect("the kernel's path is on CUDA");
+            let inputs = in_order(inputs).map(on_device);
+            let before = state.wkv.take().map(on_cuda::<B, 4>);
+            let [y, end] = cuda::extend(&inputs, before.as_ref()).map(B::from_cuda);
+            state.wkv = Some(tensor(end));
+            return tensor(y);
+        }
         time_mix(inputs, |inputs| {
             let (o, end) = wkv(inputs, None, state.wkv.take());
             state.wkv = Some(end);

@@ -24,8 +24,6 @@ impl Conformance for Config {
 
     const WIDEST_HEAD: usize = 128;
 
-    const KERNELS_DECODE: bool = false;
-
     /// Those of the gradient of r: κ̂, a ⊙ κ̂ and k̃, readers and writers as they decay, scores, T, W, C, the state, the
     /// recurrence's outputs, their gradient, dQ, dC, dD, and r's as the recurrence gives it.
     fn roundings(&self) -> u32 {

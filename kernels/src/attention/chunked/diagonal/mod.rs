@@ -30,7 +30,7 @@ use self::queries::QueryArraysLaunch;
 use self::scan::ScanArraysLaunch;
 use self::transform::TransformArraysLaunch;
 use super::memory::SizesLaunch;
-use super::{CHUNK_TOKENS, THREADS, serves};
+use super::{CHUNK_TOKENS, States, THREADS, serves};
 use crate::attention::AttentionShape;
 use crate::cuda::{CudaTensor, buffer, contiguous, empty, multiprocessors};
 use crate::ops::cuda::{as_u32, dim, dims, nothing};
@@ -343,6 +343,23 @@ impl Diagonal {
 
     /// y `[rows, group, seq_len, value_dim]` in bf16.
     pub fn forward(&self) -> (CudaTensor, Saved) {
+        self.run(&States::default())
+    }
+
+    /// As [`forward`](Self::forward), without gradients, from the state `before` the first token, 0 if there is none: y,
+    /// and the state after the last token. States are `[rows, head_dim, value_dim]` in f32.
+    ///
+    /// # Panics
+    /// When the state has another shape or type.
+    pub fn extend(&self, before: Option<&CudaTensor>) -> [CudaTensor; 2] {
+        let [rows, _, _, d, value_dim] = self.sizes();
+        let states = States::between(before, &self.q, [rows, d, value_dim]);
+        let (y, _) = self.run(&states);
+        [y, states.after.expect("the state after the last token")]
+    }
+
+    /// As [`forward`](Self::forward), between states.
+    pub(super) fn run(&self, end_states: &States) -> (CudaTensor, Saved) {
         let call = self.checked();
         let [rows, group, seq_len, d, value_dim] = call.sizes();
         let (chunks, like, all) = (call.chunks(), &call.q, CHUNK_TOKENS);
@@ -401,7 +418,7 @@ impl Diagonal {
                 config,
             );
         }
-        call.scan(&saved, &call.v, states, false);
+        call.scan(&saved, &call.v, states, end_states, false);
         // SAFETY: as above.
         unsafe {
             output::diagonal_output::launch_unchecked::<CudaRuntime>(
@@ -424,7 +441,14 @@ impl Diagonal {
 
     /// Computes the states before the chunks; or, `back`, the gradients of those after them, where `values` is that of
     /// the output.
-    fn scan(&self, saved: &Saved, values: &CudaTensor, states: &CudaTensor, back: bool) {
+    fn scan(
+        &self,
+        saved: &Saved,
+        values: &CudaTensor,
+        states: &CudaTensor,
+        end_states: &States,
+        back: bool,
+    ) {
         let config = self.scan_config();
         let vectors = if back { &saved.queries } else { &saved.keys };
         let change = saved.corrected.as_ref().map_or(vectors, |x| &x.change);
@@ -441,8 +465,10 @@ impl Diagonal {
                     buffer(change, CHUNK),
                     buffer(states, CHUNK),
                 ),
+                end_states.launch(&self.q),
                 self.launch_sizes(),
                 back,
+                end_states.hand_over(),
                 config,
             );
         }
@@ -459,7 +485,7 @@ impl Diagonal {
         assert_eq!(grad.dtype, DType::BF16, "the type of the gradient");
         let (d_o, like) = (contiguous(grad), &call.q);
         let d_states = empty(like, &[rows, call.chunks(), d, value_dim], DType::BF16);
-        call.scan(saved, &d_o, &d_states, true);
+        call.scan(saved, &d_o, &d_states, &States::default(), true);
         let vectors = || empty(like, &[rows, seq_len, d], DType::BF16);
         let grads = Diagonal {
             q: empty(like, &[rows, group, seq_len, d], DType::BF16),

@@ -4,8 +4,10 @@
 use cubecl::prelude::*;
 
 use super::super::CHUNK_TOKENS;
-use super::super::memory::{ChunkOf, Sizes, fetch_to, put, rounds, store};
-use super::super::product::{Matrix, Product, WarpTile, add_product, write};
+use super::super::memory::{ChunkOf, EndStates, HandOver, Sizes, fetch_to, put, rounds, store};
+use super::super::product::{
+    Matrix, Product, WarpTile, add_product, read_numbers, write, write_numbers,
+};
 use super::DiagonalConfig;
 use crate::tile::{Accumulator, CHUNK, Chunk, Pair, zeros};
 
@@ -171,8 +173,10 @@ impl Ahead {
 #[cube(launch_unchecked, fast_math = FastMath::all())]
 pub fn diagonal_scan(
     arrays: &mut ScanArrays,
+    ends: &mut EndStates,
     sizes: Sizes,
     #[comptime] back: bool,
+    #[comptime] hand_over: HandOver,
     #[comptime] config: DiagonalConfig,
 ) {
     let (d, n) = comptime!((config.head_dim, config.columns));
@@ -184,6 +188,13 @@ pub fn diagonal_scan(
     let result = comptime!(Product::atb(layout.vectors, layout.values, [d, n, CHUNK_TOKENS]));
     let own = WarpTile::new(result);
     let mut state = zeros(comptime!(result.fragments()));
+    let pairs = comptime!(config.value_dim / 2);
+    let of_state = row * comptime!(d * pairs) + part * comptime!(n / 2);
+    if comptime!(hand_over.before) {
+        if own.exists {
+            read_numbers(&mut state, &ends.before, &own, of_state, pairs, result);
+        }
+    }
     let mut steps = sizes.chunks as usize;
     if comptime!(back) {
         steps *= sizes.group as usize;
@@ -219,6 +230,11 @@ pub fn diagonal_scan(
             even.put_decay(&mut decay);
         }
         number += 2;
+    }
+    if comptime!(hand_over.after) {
+        if own.exists {
+            write_numbers(&mut ends.after, &state, &own, of_state, pairs, result);
+        }
     }
 }
 

@@ -149,6 +149,27 @@ impl Call {
         )
     }
 
+    /// The outputs, where `o` are the recurrence's and `key` its k̃.
+    fn outputs(&self, o: &CudaTensor, key: &CudaTensor) -> CudaTensor {
+        let tokens = self.of_heads();
+        let y = tokens.empty_by_token(&self.r);
+        // SAFETY: threads stay within the tokens of the tensors, whose strides they get.
+        unsafe {
+            kernel::finish::launch_unchecked::<CudaRuntime>(
+                &o.client,
+                tokens.grid(usize::MAX),
+                dim(THREADS),
+                self.head_inputs(o, key),
+                buffer(&y, CHUNK),
+                head_strides(&y, CHUNK),
+                self.eps(),
+                tokens.launch(),
+                tokens.split(),
+            );
+        }
+        y
+    }
+
     /// Query heads per key head.
     fn group(&self) -> usize {
         self.of_heads().heads / self.of_keys().heads
@@ -182,21 +203,7 @@ pub fn forward(
     let call = Call::new(inputs, ints);
     let recurrence = call.recurrence();
     let (o, saved) = recurrence.forward();
-    let y = tokens.empty_by_token(&call.r);
-    // SAFETY: threads stay within the tokens of the tensors, whose strides they get.
-    unsafe {
-        kernel::finish::launch_unchecked::<CudaRuntime>(
-            &o.client,
-            tokens.grid(usize::MAX),
-            dim(THREADS),
-            call.head_inputs(&o, &recurrence.k),
-            buffer(&y, CHUNK),
-            head_strides(&y, CHUNK),
-            call.eps(),
-            tokens.launch(),
-            tokens.split(),
-        );
-    }
+    let y = call.outputs(&o, &recurrence.k);
     if !save {
         return Some(Forward { output: y, saved: vec![] });
     }
@@ -204,6 +211,17 @@ pub fn forward(
     (inputs[0], inputs[2]) = (call.r, call.v);
     let saved = inputs.into_iter().chain([o]).chain(saved.into_tensors()).collect();
     Some(Forward { output: y, saved })
+}
+
+/// The outputs of tokens after those in the state `before`, 0 if there is none, and the state after them. States are
+/// `[batch, kv_heads, head_dim, head_dim]` in f32.
+pub fn extend(inputs: &[CudaTensor; INPUTS], before: Option<&CudaTensor>) -> [CudaTensor; 2] {
+    let call = Call::new(inputs, &[]);
+    let Tokens { batch, heads, channels: d, .. } = call.of_keys();
+    let recurrence = call.recurrence();
+    let before = before.map(|state| reshaped(state, &[batch * heads, d, d]));
+    let [o, after] = recurrence.extend(before.as_ref());
+    [call.outputs(&o, &recurrence.k), reshaped(&after, &[batch, heads, d, d])]
 }
 
 /// The gradients of the inputs, where `grad` is that of the output and `saved` what [`forward`] saved.
