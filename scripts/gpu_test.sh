@@ -6,7 +6,8 @@
 #
 #   scripts/gpu_test.sh            builds the tests and runs them
 #   scripts/gpu_test.sh BINARY     runs a test binary of the kernels crate that was built elsewhere
-#   JOBS=4 scripts/gpu_test.sh     runs 4 groups of tests at a time, instead of one per core
+#   JOBS=4 scripts/gpu_test.sh     runs 4 groups of tests at a time, instead of one per core, spread over all GPUs that
+#                                  CUDA_VISIBLE_DEVICES names, or that there are
 #   WORK=DIR scripts/gpu_test.sh   keeps logs and results in DIR; if a run is cut off, a later one of the same
 #                                  sources, test binary and GPU runs the tests that have not passed yet
 #   TESTS=REGEX scripts/gpu_test.sh
@@ -25,6 +26,7 @@ else
 fi
 gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -1)
 driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -1)
+gpus=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd, | tr -d ' ')}
 
 if [ -n "${WORK:-}" ]; then
   mkdir -p "$WORK"
@@ -43,12 +45,15 @@ fi
 run="$sanitizer $gpu $driver $(sha256sum < "$binary") $(scripts/kernel_sources.sh | sha256sum)"
 [ "$run" = "$(cat "$work/run" 2> /dev/null)" ] || rm -rf "$work/passed" "$work/errors" "$work/kernels"
 echo "$run" > "$work/run"
-export LONGWALL_TEST_ERRORS="$work/errors" binary work sanitizer
+export LONGWALL_TEST_ERRORS="$work/errors" binary work sanitizer gpus
 touch "$LONGWALL_TEST_ERRORS" "$work/passed"
 
 # A group is a suite of references, or the tests of one operation; any other test is a group of its own. The
 # groups of a module run in one folder, where the runtime keeps compiled kernels.
 run_group() {
+  local all
+  IFS=, read -ra all <<< "$gpus"
+  export CUDA_VISIBLE_DEVICES=${all[SLOT % ${#all[@]}]}
   module="$work/kernels/$(cut -d: -f1-5 <<< "$1")"
   mkdir -p "$module"
   (cd "$module" && $sanitizer "$binary" --ignored --test-threads=1 "$1") > "$work/$1.log" 2>&1 || {
@@ -73,7 +78,7 @@ slowest='::(bf16|length|path|pruning|power|wall)::'
   grep -vE "::references::|$slowest" "$work/groups" || true
 } |
   awk -F: '{ module = $1 FS $3 FS $5; print before[module]++, $0 }' | sort -s -n -k 1,1 | cut -d ' ' -f 2 |
-  xargs -P "${JOBS:-$(nproc)}" -I{} bash -c 'run_group {}'
+  xargs -P "${JOBS:-$(nproc)}" --process-slot-var=SLOT -I{} bash -c 'run_group {}'
 sort -u -o "$work/passed" "$work/passed"
 echo "$(wc -l < "$work/passed") of $(wc -l < "$work/tests") tests passed"
 [ -s "$work/tests" ] || { echo "no test was found in $binary" >&2; exit 1; }
