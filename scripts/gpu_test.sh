@@ -24,8 +24,10 @@ else
   binary=$(cargo test -p longwall-kernels --release --locked --no-run --message-format=json |
     sed -n 's/.*"executable":"\([^"]*longwall_kernels[^"]*\)".*/\1/p' | tail -1)
 fi
-gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -1)
-driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -1)
+[ -x "$binary" ] || { echo "there is no program $binary: name a test binary of the kernels crate" >&2; exit 1; }
+command -v nvidia-smi > /dev/null || { echo "nvidia-smi is missing: run this where an NVIDIA GPU is" >&2; exit 1; }
+gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader | sed -n 1p)
+driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | sed -n 1p)
 gpus=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd, | tr -d ' ')}
 
 if [ -n "${WORK:-}" ]; then

@@ -229,8 +229,8 @@ wait $! && fail "rank 1 was not refused"
 
 {
   echo "# Written by scripts/gpus_test.sh: all its checks passed."
-  echo "gpus = \"$gpus × $(nvidia-smi --query-gpu=name --format=csv,noheader | head -1)\""
-  echo "driver = \"$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -1)\""
+  echo "gpus = \"$gpus × $(nvidia-smi --query-gpu=name --format=csv,noheader | sed -n 1p)\""
+  echo "driver = \"$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | sed -n 1p)\""
   echo "nccl = \"$nccl\""
   echo "date = \"$(date -u +%F)\""
   echo

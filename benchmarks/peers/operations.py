@@ -20,6 +20,7 @@ def inputs(name, shape):
     per_head = (batch, seq_len, heads)
     normal = lambda *size: torch.randn(*size, device="cuda")
     wide = lambda: normal(*per_head, head_dim)
+    rates = lambda *size: torch.empty(*size, device="cuda").uniform_(1, 16)  # of a step's decay
     match name:
         case "q" | "k" | "v" | "r":
             return wide().bfloat16()
@@ -41,10 +42,10 @@ def inputs(name, shape):
             return (RWKV7_DECAY * wide().sigmoid()).clamp(RWKV7_DECAY, -1e-6).bfloat16()
         case "delta_beta":
             return normal(*per_head).sigmoid()
-        case "scalar_log_decay":  # as Gated DeltaNet's at the start: steps of 0.001 to 0.1, rates of 1 to 16
-            return -0.1 * torch.rand(per_head, device="cuda") * 16 * torch.rand(heads, device="cuda")
+        case "gdn_log_decay":  # steps of 0.001 to 0.1, as the layer's at the start
+            return -torch.empty(per_head, device="cuda").uniform_(0.001, 0.1) * rates(heads)
         case "kda_log_decay":  # as the layer's with channels that remember
-            return -F.softplus(wide() - 3) * (1 + 15 * torch.rand(heads, 1, device="cuda"))
+            return -F.softplus(wide() - 3) * rates(heads, 1)
         case "rwkv7_a" | "rwkv7_b":
             return (0.1 * wide()).bfloat16()
     raise KeyError(name)
@@ -112,8 +113,9 @@ QKV = ["q", "k", "v"]
 FOX, POWER = [*QKV, "fox_log_decay"], [*QKV, "power_log_decay"]
 VIEWS, WIDE_VIEWS = [*QKV, "q", "k"], ["q", "k", "wide_v", "q", "k"]
 PATH = [*QKV, "path_w", "path_beta"]
-DELTA, KDA = [*QKV, "scalar_log_decay", "delta_beta"], [*QKV, "kda_log_decay", "delta_beta"]
+GDN, KDA = [*QKV, "gdn_log_decay", "delta_beta"], [*QKV, "kda_log_decay", "delta_beta"]
 RWKV7 = ["r", "rwkv7_log_decay", "k", "v", "rwkv7_a", "rwkv7_b"]
+UNIT_KEYS = {"use_qk_l2norm_in_kernel": True}
 OPERATIONS = {
     "sdpa_flash": (QKV, True, lambda shape: sdpa("FLASH_ATTENTION")),
     "sdpa_cudnn": (QKV, True, lambda shape: sdpa("CUDNN_ATTENTION")),
@@ -134,14 +136,10 @@ OPERATIONS = {
     "power_c1024": (POWER, False, lambda shape: power(shape, 1024)),
     "fla_gla": ([*QKV, "gla_log_decay"], False, lambda shape: fla("gla", "chunk_gla", first=True)),
     "fla_gated_delta_net": (
-        DELTA, False, lambda shape: fla(
-            "gated_delta_rule", "chunk_gated_delta_rule", first=True, use_qk_l2norm_in_kernel=True,
-        ),
+        GDN, False,
+        lambda shape: fla("gated_delta_rule", "chunk_gated_delta_rule", first=True, **UNIT_KEYS),
     ),
-    "fla_kda": (
-        KDA, False,
-        lambda shape: fla("kda", "chunk_kda", first=True, use_qk_l2norm_in_kernel=True),
-    ),
+    "fla_kda": (KDA, False, lambda shape: fla("kda", "chunk_kda", first=True, **UNIT_KEYS)),
     "fla_rwkv7": (
         RWKV7, False,
         lambda shape: fla("rwkv7", "chunk_rwkv7", first=True, safe_gate=True, chunk_size=64),
