@@ -377,6 +377,11 @@ pub trait VariantSpec:
         let channels = self.views() * shape.head_dim + self.value_dim(shape);
         (channels * shape.kv_heads * shape.cached_tokens(seq_len)) as u64
     }
+
+    /// The type of those elements on `path`, for q, k and v of type `dtype`.
+    fn state_dtype(&self, path: ExecPath, dtype: DType) -> DType {
+        path.dtype(dtype)
+    }
 }
 
 /// The execution of an attention kind. Callers use the functions of [`dispatch`](super::dispatch),

@@ -98,8 +98,7 @@ impl ExecPath {
         Self::of(variant, kernel, shape, batch, (!decoding).then_some(seq_len))
     }
 
-    /// The type in which the path computes and keeps its decode state, for q, k and v of type
-    /// `dtype`.
+    /// The type in which the path computes, for q, k and v of type `dtype`.
     pub fn dtype(self, dtype: DType) -> DType {
         match self {
             ExecPath::Reference if dtype == DType::BF16 => DType::F32,

@@ -29,6 +29,7 @@ pub mod lssar;
 pub mod mamba2;
 mod output_norm;
 pub mod path;
+mod per_token;
 pub mod power;
 pub mod probe;
 pub mod rectified;
@@ -94,11 +95,11 @@ registry::registry! {
     /// Gated linear attention.
     Linear = "linear" in linear, kernels for cuda in bf16;
     /// RWKV-7's time mix.
-    Rwkv7 = "rwkv7" in rwkv7;
+    Rwkv7 = "rwkv7" in rwkv7, kernels for cuda in bf16;
     /// Gated DeltaNet.
     GatedDeltaNet = "gated_delta_net" in gated_delta_net, kernels for cuda in bf16;
     /// Kimi delta attention.
-    Kda = "kda" in kda;
+    Kda = "kda" in kda, kernels for cuda in bf16;
     /// Mamba-2's state-space duality.
     Mamba2 = "mamba2" in mamba2, kernels for cuda in bf16;
 }

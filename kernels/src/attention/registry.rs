@@ -239,6 +239,15 @@ macro_rules! registry {
             pub fn state_elements(&self, shape: &AttentionShape, seq_len: usize) -> u64 {
                 match self { $(Self::$name(c) => c.state_elements(shape, seq_len),)+ }
             }
+
+            /// As [`VariantSpec::state_dtype`].
+            pub fn state_dtype(
+                &self,
+                path: ExecPath,
+                dtype: burn::tensor::DType,
+            ) -> burn::tensor::DType {
+                match self { $(Self::$name(c) => c.state_dtype(path, dtype),)+ }
+            }
         }
 
         #[cfg(test)]

@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 
 use super::product::Matrix;
 use super::{CHUNK_TOKENS, THREADS};
-use crate::tile::{CHUNK, Chunk, exp2};
+use crate::tile::{CHUNK, Chunk, Pair, exp2};
 
 /// How a token's value enters the state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -41,6 +41,24 @@ impl ChunkConfig {
     pub const fn is_delta(&self) -> bool {
         matches!(self.update, Update::Delta)
     }
+}
+
+/// The states of rows before their first tokens and after their last, `[rows, head_dim, value_dim]` in f32.
+#[derive(CubeType, CubeLaunch)]
+pub struct EndStates {
+    /// Those before, if they are given.
+    pub before: Array<Pair>,
+    /// Those after, if they are wanted.
+    pub after: Array<Pair>,
+}
+
+/// Which of the [`EndStates`] there are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct HandOver {
+    /// Whether states before the first tokens are given; else they are 0.
+    pub before: bool,
+    /// Whether states after the last tokens are wanted.
+    pub after: bool,
 }
 
 /// The sizes of a call.
@@ -191,21 +209,29 @@ impl FactorsAhead {
 }
 
 /// Rounds in which a block's threads pass over the chunks of `rows` rows of `columns` columns.
-const fn rounds(rows: usize, columns: usize) -> usize {
+pub const fn rounds(rows: usize, columns: usize) -> usize {
     (rows * columns / CHUNK).div_ceil(THREADS)
 }
 
 /// A thread's chunk of a round.
 #[derive(CubeType)]
-struct Own {
-    row: usize,
-    chunk: usize,
-    exists: bool,
+pub struct Own {
+    /// The row.
+    pub row: usize,
+    /// Its place in the row.
+    pub chunk: usize,
+    /// Whether there is one.
+    pub exists: bool,
 }
 
 #[cube]
 impl Own {
-    fn new(#[comptime] round: usize, #[comptime] rows: usize, #[comptime] columns: usize) -> Own {
+    /// Of `rows` rows of `columns` columns.
+    pub fn new(
+        #[comptime] round: usize,
+        #[comptime] rows: usize,
+        #[comptime] columns: usize,
+    ) -> Own {
         let index = UNIT_POS as usize + comptime!(round * THREADS);
         let count = comptime!(rows * columns / CHUNK);
         Own {
@@ -228,6 +254,21 @@ pub fn fetch(
     #[comptime] columns: usize,
 ) -> Array<Chunk> {
     let mut own = Array::<Chunk>::new(comptime!(rounds(rows, columns)));
+    fetch_to(&mut own, source, base, stride, count, rows, columns);
+    own
+}
+
+/// As [`fetch`], to these registers.
+#[cube]
+pub fn fetch_to(
+    own: &mut Array<Chunk>,
+    source: &Array<Chunk>,
+    base: usize,
+    stride: usize,
+    count: usize,
+    #[comptime] rows: usize,
+    #[comptime] columns: usize,
+) {
     #[unroll]
     for round in 0..comptime!(rounds(rows, columns)) {
         let at = Own::new(round, rows, columns);
@@ -237,7 +278,6 @@ pub fn fetch(
         }
         own[round] = value;
     }
-    own
 }
 
 /// Writes fetched rows to shared memory.

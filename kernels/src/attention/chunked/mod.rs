@@ -16,6 +16,7 @@
 // Device code has no `div_ceil` or `is_multiple_of`, and what is decided at compile time has an `if` of its own.
 #![allow(clippy::manual_div_ceil, clippy::manual_is_multiple_of, clippy::collapsible_if)]
 
+pub mod diagonal;
 mod gradients;
 mod memory;
 mod output;
@@ -28,18 +29,22 @@ mod tests;
 mod transform;
 mod values_back;
 
-use burn::tensor::DType;
+use burn::tensor::{DType, Tensor};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
+use self::diagonal::{Corrections, Diagonal};
 use self::gradients::GradientArraysLaunch;
 pub use self::memory::Update;
-use self::memory::{ChunkConfig, ChunkInputsLaunch, SizesLaunch};
+use self::memory::{ChunkConfig, ChunkInputsLaunch, EndStatesLaunch, HandOver, SizesLaunch};
 use self::output::OutputArraysLaunch;
 use self::scan::ScanArraysLaunch;
 use self::scan_back::ScanBackArraysLaunch;
 use self::values_back::ValueGradientArraysLaunch;
-use crate::backend::Forward;
+use super::AttentionShape;
+use super::dispatch::on_cuda;
+use super::recurrent::step::Token;
+use crate::backend::{Forward, OpBackend, tensor};
 use crate::cuda::{CudaTensor, buffer, contiguous, empty, multiprocessors};
 use crate::ops::cuda::{as_u32, dim, dims, nothing};
 use crate::tile::CHUNK;
@@ -63,43 +68,204 @@ pub fn serves(dtype: DType, head_dim: usize, value_dim: usize) -> bool {
     dtype == DType::BF16 && fits(head_dim, MAX_HEAD_DIM) && fits(value_dim, MAX_VALUE_DIM)
 }
 
-/// Bytes per token that the core saves for each row beside its inputs.
-pub fn saved_bytes(update: Update, head_dim: usize, value_dim: usize) -> f64 {
-    let state = 2.0 * (head_dim * value_dim) as f64 / CHUNK_TOKENS as f64;
-    let corrected = 2.0 * (value_dim + CHUNK_TOKENS) as f64;
-    let sums = 4.0;
-    sums + state + if update == Update::Delta { corrected } else { 0.0 }
+/// How many decays a token has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Decays {
+    /// One.
+    PerToken,
+    /// One for each channel of a key.
+    PerChannel,
 }
 
-/// An operation's forward pass on the core; `None` where the core does not serve its inputs, as of several log decays
-/// per token. See [`Chunked`] for the shapes.
+/// Bytes per token that the core saves of a layer beside its inputs.
+pub fn saved_bytes(
+    update: Update,
+    decays: Decays,
+    shape: &AttentionShape,
+    value_dim: usize,
+) -> f64 {
+    let (d, chunk) = (shape.head_dim as f64, CHUNK_TOKENS as f64);
+    let of_row = 4.0 + 2.0 * d * value_dim as f64 / chunk;
+    match (decays, update) {
+        (Decays::PerToken, Update::Additive) => shape.kv_heads as f64 * of_row,
+        // With e and Y.
+        (Decays::PerToken, Update::Delta) => {
+            shape.kv_heads as f64 * (of_row + 2.0 * (value_dim as f64 + chunk))
+        }
+        (Decays::PerChannel, Update::Additive) => {
+            diagonal::saved_bytes(diagonal::Update::Additive, shape, value_dim)
+        }
+        (Decays::PerChannel, Update::Delta) => {
+            diagonal::saved_bytes(diagonal::Update::Delta, shape, value_dim)
+        }
+    }
+}
+
+/// An operation's forward pass on the core: `inputs` are q, k, v and log decays, one per token or, without weights of an
+/// additive update, one per channel. `None` where the core does not serve them. See [`Chunked`] for the shapes.
 pub fn forward(
     update: Update,
     inputs: [&CudaTensor; 4],
     beta: Option<&CudaTensor>,
     needs: bool,
 ) -> Option<Forward<CudaTensor>> {
-    let [q, _, v, log_decay] = inputs.map(dims);
-    if !serves(inputs[0].dtype, q[3], v[2]) || log_decay[2] > 1 {
+    let [q, _, v, log_decay] = inputs;
+    if !serves(q.dtype, dims(q)[3], dims(v)[2]) {
         return None;
     }
-    let call = Chunked::new(update, inputs, beta);
-    let (output, saved) = call.forward();
+    let (output, saved) = match dims(log_decay)[2] {
+        1 => {
+            let (output, saved) = Chunked::new(update, inputs, beta).forward();
+            (output, saved.into_tensors())
+        }
+        _ => {
+            let (output, saved) = diagonal(inputs, beta, update)?.forward();
+            (output, saved.into_tensors())
+        }
+    };
     let saved = match needs {
-        true => inputs.into_iter().chain(beta).cloned().chain(saved.into_tensors()).collect(),
+        true => inputs.into_iter().chain(beta).cloned().chain(saved).collect(),
         false => vec![],
     };
     Some(Forward { output, saved })
 }
 
+/// What tokens bring to a row's state: q `[rows, group, tokens, head_dim]`, times the scale, k `[rows, tokens, head_dim]`
+/// and v `[rows, tokens, value_dim]` in bf16, log decays `[rows, tokens, 1 or head_dim]` and β, if any,
+/// `[rows, tokens, 1]` in f32.
+#[derive(Clone, Debug)]
+pub struct Rows<B: OpBackend> {
+    /// q
+    pub q: Tensor<B, 4>,
+    /// k
+    pub k: Tensor<B, 3>,
+    /// v
+    pub v: Tensor<B, 3>,
+    /// The log decays.
+    pub log_decay: Tensor<B, 3>,
+    /// β
+    pub beta: Option<Tensor<B, 3>>,
+}
+
+impl<B: OpBackend> Rows<B> {
+    /// y `[rows, group, tokens, value_dim]` in bf16, without gradients, and the state after the last token; `before`
+    /// is that before the first, 0 if there is none. States are `[rows, head_dim, value_dim]` in f32.
+    ///
+    /// # Panics
+    /// On other devices than CUDA; where the core does not serve the inputs.
+    pub fn extend(
+        self,
+        update: Update,
+        before: Option<Tensor<B, 3>>,
+    ) -> (Tensor<B, 4>, Tensor<B, 3>) {
+        match before {
+            Some(state) if self.q.dims()[2] == 1 => self.step(update, state),
+            before => self.in_chunks(update, before),
+        }
+    }
+
+    fn step(self, update: Update, state: Tensor<B, 3>) -> (Tensor<B, 4>, Tensor<B, 3>) {
+        let Rows { q, k, v, log_decay, beta } = self;
+        let ([rows, group, _, d], dtype) = (q.dims(), q.dtype());
+        let q = q.cast(DType::F32).reshape([rows, group, d]);
+        let [k, v] = [k, v].map(|x| x.cast(DType::F32));
+        let (v, corrections) = match (update, beta) {
+            (Update::Delta, beta) => (v, Corrections::Weights(beta.expect("β of the delta rule"))),
+            (Update::Additive, Some(beta)) => (v * beta, Corrections::None),
+            (Update::Additive, None) => (v, Corrections::None),
+        };
+        let (y, state) = Token { q, k, v, log_decay, corrections }.advance(state);
+        (y.cast(dtype).unsqueeze_dim(2), state)
+    }
+
+    fn in_chunks(
+        self,
+        update: Update,
+        before: Option<Tensor<B, 3>>,
+    ) -> (Tensor<B, 4>, Tensor<B, 3>) {
+        let Rows { q, k, v, log_decay, beta } = self;
+        let (q, k, v) = (on_cuda(q), on_cuda(k), on_cuda(v));
+        let (log_decay, beta) = (on_cuda(log_decay), beta.map(on_cuda));
+        let shape = [dims(&q)[0], dims(&q)[3], dims(&v)[2]];
+        let states = States::between(before.map(on_cuda).as_ref(), &q, shape);
+        let inputs = [&q, &k, &v, &log_decay];
+        let y = match dims(&log_decay)[2] {
+            1 => Chunked::new(update, inputs, beta.as_ref()).run(&states).0,
+            _ => {
+                let call = diagonal(inputs, beta.as_ref(), update);
+                call.expect("an update that the core serves").run(&states).0
+            }
+        };
+        let after = states.after.expect("the state after the last token");
+        (tensor(B::from_cuda(y)), tensor(B::from_cuda(after)))
+    }
+}
+
+/// The states of rows before their first tokens and after their last.
+#[derive(Clone, Debug, Default)]
+struct States {
+    before: Option<CudaTensor>,
+    after: Option<CudaTensor>,
+}
+
+impl States {
+    /// From `before` to a new state after the last token.
+    fn between(before: Option<&CudaTensor>, like: &CudaTensor, shape: [usize; 3]) -> Self {
+        let checked = |x: &CudaTensor| {
+            assert_eq!(dims(x), shape, "the shape of the state");
+            assert_eq!(x.dtype, DType::F32, "the type of the state");
+            contiguous(x)
+        };
+        let after = Some(empty(like, &shape, DType::F32));
+        States { before: before.map(checked), after }
+    }
+
+    fn launch(&self, like: &CudaTensor) -> EndStatesLaunch<CudaRuntime> {
+        let or_nothing =
+            |x: &Option<CudaTensor>| x.as_ref().map_or_else(|| nothing(like), |x| buffer(x, 2));
+        EndStatesLaunch::new(or_nothing(&self.before), or_nothing(&self.after))
+    }
+
+    fn hand_over(&self) -> HandOver {
+        HandOver { before: self.before.is_some(), after: self.after.is_some() }
+    }
+}
+
 /// The gradients, from what [`forward`] saved.
 pub fn backward(update: Update, saved: &[CudaTensor], grad: &CudaTensor) -> Grads {
-    let (inputs, saved) = saved.split_at(saved.len() - Saved::tensors(update));
-    let [q, k, v, log_decay, beta @ ..] = inputs else {
+    let [q, k, v, log_decay, rest @ ..] = saved else {
         unreachable!("the forward pass saves its inputs")
     };
-    let call = Chunked::new(update, [q, k, v, log_decay], beta.first());
-    call.backward(&Saved::from_tensors(saved), grad)
+    let inputs = [q, k, v, log_decay];
+    if dims(log_decay)[2] == 1 {
+        let (beta, saved) = rest.split_at(rest.len() - Saved::tensors(update));
+        let call = Chunked::new(update, inputs, beta.first());
+        return call.backward(&Saved::from_tensors(saved), grad);
+    }
+    let (beta, saved) = rest.split_at(usize::from(update == Update::Delta));
+    let call = diagonal(inputs, beta.first(), update).expect("the forward pass has run");
+    let Diagonal { q, k, v, log_decay, corrections } =
+        call.backward(&diagonal::Saved::from_tensors(saved), grad);
+    let beta = match corrections {
+        Corrections::Weights(beta) => Some(beta),
+        _ => None,
+    };
+    Grads { q, k, v, beta, log_decay }
+}
+
+/// The call for a decay per channel; `None` for an additive update with weights.
+fn diagonal(
+    [q, k, v, log_decay]: [&CudaTensor; 4],
+    beta: Option<&CudaTensor>,
+    update: Update,
+) -> Option<Diagonal> {
+    let corrections = match (update, beta) {
+        (Update::Additive, None) => Corrections::None,
+        (Update::Additive, Some(_)) => return None,
+        (Update::Delta, beta) => Corrections::Weights(beta?.clone()),
+    };
+    let [q, k, v, log_decay] = [q, k, v, log_decay].map(CudaTensor::clone);
+    Some(Diagonal { q, k, v, log_decay, corrections })
 }
 
 /// One call. A row is one kv head of one sequence; `group` query heads read its state.
@@ -250,6 +416,11 @@ impl Chunked {
 
     /// y `[rows, group, seq_len, value_dim]` in bf16.
     pub fn forward(&self) -> (CudaTensor, Saved) {
+        self.run(&States::default())
+    }
+
+    /// As [`forward`](Self::forward), between states.
+    fn run(&self, states: &States) -> (CudaTensor, Saved) {
         let [rows, group, seq_len, d, value_dim] = self.sizes();
         let (chunks, like) = (self.chunks(), &self.q);
         let saved = Saved {
@@ -298,7 +469,9 @@ impl Chunked {
                     buffer(&saved.states, CHUNK),
                     buffer(e, 2),
                 ),
+                states.launch(like),
                 self.launch_sizes(),
+                states.hand_over(),
                 config,
             );
             output::output::launch_unchecked::<CudaRuntime>(

@@ -122,7 +122,7 @@ pub struct WarpTile {
     /// Its number among those below one another.
     pub down: usize,
     /// Its first column.
-    column: usize,
+    pub column: usize,
 }
 
 #[cube]
@@ -302,6 +302,45 @@ pub fn write_rows(
                 output[base + row * stride + tile.column(f) / 2] =
                     Bf16Pair::cast_from(acc.index(f)[r]);
             }
+        }
+    }
+}
+
+/// Reads an accumulator from rows of `stride` pairs in global memory, from pair `base` on.
+#[cube]
+pub fn read_numbers(
+    acc: &mut Accumulator,
+    numbers: &Array<Pair>,
+    tile: &WarpTile,
+    base: usize,
+    stride: usize,
+    #[comptime] p: Product,
+) {
+    #[unroll]
+    for f in 0..comptime!(p.fragments()) {
+        let fragment = acc.index_mut(f);
+        #[unroll]
+        for r in 0..2usize {
+            fragment[r] = numbers[base + tile.row(r) * stride + tile.column(f) / 2];
+        }
+    }
+}
+
+/// The inverse of [`read_numbers`].
+#[cube]
+pub fn write_numbers(
+    numbers: &mut Array<Pair>,
+    acc: &Accumulator,
+    tile: &WarpTile,
+    base: usize,
+    stride: usize,
+    #[comptime] p: Product,
+) {
+    #[unroll]
+    for r in 0..2usize {
+        #[unroll]
+        for f in 0..comptime!(p.fragments()) {
+            numbers[base + tile.row(r) * stride + tile.column(f) / 2] = acc.index(f)[r];
         }
     }
 }

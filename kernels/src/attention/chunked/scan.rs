@@ -4,10 +4,12 @@ use cubecl::prelude::*;
 
 use super::CHUNK_TOKENS;
 use super::memory::{
-    ChunkConfig, ChunkInputs, ChunkOf, Factors, FactorsAhead, Sizes, fetch, put, put_scaled, store,
+    ChunkConfig, ChunkInputs, ChunkOf, EndStates, Factors, FactorsAhead, HandOver, Sizes, fetch,
+    put, put_scaled, store,
 };
 use super::product::{
-    Matrix, Product, WarpTile, add_product, pair, read_pair, scale, write, write_pair, write_rows,
+    Matrix, Product, WarpTile, add_product, pair, read_numbers, read_pair, scale, write,
+    write_numbers, write_pair, write_rows,
 };
 use crate::tile::{Bf16Pair, CHUNK, Chunk, Pair, define_exp2, zeros};
 
@@ -58,7 +60,9 @@ impl Layout {
 pub fn scan(
     inputs: &ChunkInputs,
     arrays: &mut ScanArrays,
+    ends: &mut EndStates,
     sizes: Sizes,
+    #[comptime] hand_over: HandOver,
     #[comptime] config: ChunkConfig,
 ) {
     define_exp2();
@@ -75,6 +79,13 @@ pub fn scan(
     let into_state = comptime!(Product::atb(layout.k, layout.w, [d, n, CHUNK_TOKENS]));
     let own = WarpTile::new(into_state);
     let mut state = zeros(comptime!(into_state.fragments()));
+    let pairs = comptime!(config.value_dim / 2);
+    let of_state = row * comptime!(d * pairs) + part * comptime!(n / 2);
+    if comptime!(hand_over.before) {
+        if own.exists {
+            read_numbers(&mut state, &ends.before, &own, of_state, pairs, into_state);
+        }
+    }
 
     let of = ChunkOf::new(row, 0usize, &sizes);
     factors.load(inputs, &of, config);
@@ -129,6 +140,11 @@ pub fn scan(
             sync_cube();
             let (beta, until_end) = (&factors.beta, &factors.until_end);
             put_scaled(&mut arena, &next_v, beta, until_end, layout.w, CHUNK_TOKENS, n);
+        }
+    }
+    if comptime!(hand_over.after) {
+        if own.exists {
+            write_numbers(&mut ends.after, &state, &own, of_state, pairs, into_state);
         }
     }
 }

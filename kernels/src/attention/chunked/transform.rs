@@ -3,10 +3,10 @@
 use burn::tensor::bf16;
 use cubecl::prelude::*;
 
-use super::memory::{ChunkConfig, ChunkInputs, ChunkOf, Factors, Sizes, load};
+use super::memory::{ChunkConfig, ChunkInputs, ChunkOf, Factors, Own, Sizes, load, rounds};
 use super::product::{Matrix, Product, WarpTile, add_product};
 use super::{CHUNK_TOKENS, THREADS};
-use crate::tile::product::{Place, Product as SplitProduct, multiply, quads_mut};
+use crate::tile::product::{Place, Product as SplitProduct, multiply, quads};
 use crate::tile::{CHUNK, Chunk, define_exp2, zeros};
 
 /// Tokens that are substituted one by one.
@@ -16,22 +16,23 @@ const TILE: usize = 16;
 const HALF: usize = 2 * TILE;
 
 /// Elements of a row of a matrix of all tokens, padded to an odd number of quads.
-const ROW: usize = CHUNK_TOKENS + 4;
+pub const ROW: usize = CHUNK_TOKENS + 4;
 
 const fn square(number: usize) -> Place {
     Place { at: number * CHUNK_TOKENS * ROW, row: ROW, next: TILE * ROW + TILE }
 }
 
 /// A diag(β) below the diagonal.
-const SYSTEM: Place = square(0);
+pub const SYSTEM: Place = square(0);
 
 /// Y.
-const INVERSE: Place = square(1);
+pub const INVERSE: Place = square(1);
 
 /// A product between blocks.
 const BETWEEN: Place = Place { at: 2 * CHUNK_TOKENS * ROW, row: HALF + 4, next: TILE * (HALF + 4) };
 
-const ELEMENTS: usize = BETWEEN.at + HALF * BETWEEN.row;
+/// Elements of the arena.
+pub const ELEMENTS: usize = BETWEEN.at + HALF * BETWEEN.row;
 
 /// Y of each chunk, rounded to bf16, `[rows, chunks, 64, 64]`. It is computed in f32: by substitution in blocks of 16
 /// tokens, which are then joined in pairs.
@@ -58,11 +59,7 @@ pub fn transform(
     let stride = comptime!(d / CHUNK);
     load(&mut tiles, &inputs.k, of.token * stride, stride, of.count, k, CHUNK_TOKENS, d);
     factors.load(inputs, &of, config);
-    let mut at = UNIT_POS as usize;
-    while at < comptime!(CHUNK_TOKENS * ROW) {
-        arena[INVERSE.at + at] = 0f32;
-        at += THREADS;
-    }
+    clear_inverse(&mut arena);
     sync_cube();
     let scores = comptime!(Product::abt(k, k, [CHUNK_TOKENS, CHUNK_TOKENS, d]));
     let tile = WarpTile::new(scores);
@@ -84,7 +81,50 @@ pub fn transform(
     }
     sync_cube();
 
-    // 2. The blocks on the diagonal, a column for each thread.
+    // 2. Its inverse.
+    invert(&mut arena);
+
+    // 3. Rounded.
+    #[unroll]
+    for round in 0..comptime!(rounds(CHUNK_TOKENS, CHUNK_TOKENS)) {
+        let at = Own::new(round, CHUNK_TOKENS, CHUNK_TOKENS);
+        let base = number * comptime!(CHUNK_TOKENS * CHUNK_TOKENS / CHUNK);
+        y[base + at.row * comptime!(CHUNK_TOKENS / CHUNK) + at.chunk] =
+            rounded(&arena, &at, INVERSE);
+    }
+}
+
+/// A chunk of a matrix, rounded to bf16.
+#[cube]
+pub fn rounded(arena: &SharedMemory<f32>, at: &Own, #[comptime] from: Place) -> Chunk {
+    let first = comptime!(from.at / 4) + at.row * comptime!(from.row / 4) + at.chunk * 2;
+    let quads = quads(arena);
+    let mut rounded = Chunk::cast_from(0f32);
+    #[unroll]
+    for half in 0..2usize {
+        let quad = quads[first + half];
+        #[unroll]
+        for i in 0..4usize {
+            rounded[comptime!(half * 4 + i)] = bf16::cast_from(quad[i]);
+        }
+    }
+    rounded
+}
+
+/// Zeros in place of the inverse.
+#[cube]
+pub fn clear_inverse(arena: &mut SharedMemory<f32>) {
+    let mut at = UNIT_POS as usize;
+    while at < comptime!(CHUNK_TOKENS * ROW) {
+        arena[INVERSE.at + at] = 0f32;
+        at += THREADS;
+    }
+}
+
+/// (I + L)⁻¹ of the system L, in place of zeros. Synchronises before it returns; the caller does so before.
+#[cube]
+pub fn invert(arena: &mut SharedMemory<f32>) {
+    // The blocks on the diagonal, a column for each thread.
     if UNIT_POS < comptime!(CHUNK_TOKENS as u32) {
         let (block, column) = (UNIT_POS as usize / TILE, UNIT_POS as usize % TILE);
         let from = SYSTEM.at + block * SYSTEM.next;
@@ -103,29 +143,9 @@ pub fn transform(
     }
     sync_cube();
 
-    // 3. Pairs of blocks: below the diagonal, −Y₂ L Y₁.
-    join(&mut arena, TILE, 2usize);
-    join(&mut arena, HALF, 1usize);
-
-    // 4. Rounded.
-    let quads = quads_mut(&mut arena);
-    #[unroll]
-    for round in 0..comptime!(CHUNK_TOKENS * CHUNK_TOKENS / CHUNK / THREADS) {
-        let index = UNIT_POS as usize + comptime!(round * THREADS);
-        let (row, chunk) =
-            (index / comptime!(CHUNK_TOKENS / CHUNK), index % comptime!(CHUNK_TOKENS / CHUNK));
-        let from = comptime!(INVERSE.at / 4) + row * comptime!(ROW / 4) + chunk * 2;
-        let mut rounded = Chunk::cast_from(0f32);
-        #[unroll]
-        for half in 0..2usize {
-            let quad = quads[from + half];
-            #[unroll]
-            for i in 0..4usize {
-                rounded[comptime!(half * 4 + i)] = bf16::cast_from(quad[i]);
-            }
-        }
-        y[number * comptime!(CHUNK_TOKENS * CHUNK_TOKENS / CHUNK) + index] = rounded;
-    }
+    // Pairs of blocks: below the diagonal, −Y₂ L Y₁.
+    join(arena, TILE, 2usize);
+    join(arena, HALF, 1usize);
 }
 
 /// Joins `pairs` pairs of neighbouring blocks of `size` tokens.

@@ -32,9 +32,6 @@ pub trait Conformance: Variant {
     /// The widest heads that the CUDA kernels serve.
     const WIDEST_HEAD: usize = 256;
 
-    /// Whether the CUDA kernels also decode; else the reference does.
-    const KERNELS_DECODE: bool = true;
-
     /// Configurations to test, which together use every option.
     fn cases() -> Vec<Self>;
 

@@ -10,7 +10,6 @@ use crate::attention::{
     AttentionShape, DecodeState, DocumentStarts, ExecPath, Inputs, Kernel, Variant, dispatch,
 };
 use crate::backend::{OpBackend, kernels_allowed};
-use crate::device::DeviceKind;
 use crate::testing::Tensor64;
 use crate::testing::served::{Served, served};
 
@@ -114,10 +113,7 @@ impl<'a, V: Conformance, K: OpBackend> Decoding<'a, V, K> {
 
     /// The outputs of the next `n` tokens.
     pub fn extend(&mut self, n: usize) -> Tensor<K, 4> {
-        let path = match path::<V, K>(self.problem.dtype) {
-            ExecPath::Kernel(DeviceKind::Cuda) if !V::KERNELS_DECODE => ExecPath::Reference,
-            path => path,
-        };
+        let path = path::<V, K>(self.problem.dtype);
         let inputs = super::problem::cut(&self.inputs, self.tokens, n);
         self.tokens += n;
         let (variant, shape) = (self.variant, &self.problem.shape);

@@ -27,7 +27,7 @@
 //! between their halves, as in `linear`: each is the exponential of a sum of log decays, at most 1, and no
 //! sums are subtracted, so that any decay is accurate to rounding.
 //!
-//! With one decay per token CUDA computes w and y together ([`chunked`]; `docs/chunked.md`).
+//! CUDA computes w and y together ([`chunked`]; `docs/chunked.md`).
 //!
 //! # The gradient
 //! Let g be the gradient of w, and h = (I + diag(β) A)⁻ᵀ g, where A now spans the sequence. Then h = g − r', where
@@ -45,16 +45,17 @@ use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn_flex::FlexTensor;
 
 use super::blocks::repeat_heads;
-use super::chunked::{self, Grads, Update};
+use super::chunked::diagonal::Corrections;
+use super::chunked::{self, Decays, Grads, Rows, Update};
 use super::linear::GatedLinear;
 use super::linear::reference::LinearInputs;
-use super::recurrent::{State, by_head, forget_at_starts};
+use super::recurrent::step::Token;
+use super::recurrent::{State, by_head, unit};
 use super::saved::Channels;
-use super::{AttentionShape, DocumentStarts, ExecPath};
+use super::{AttentionShape, ExecPath};
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::CudaTensor;
 use crate::device::DeviceKind;
-use crate::ops::rms_norm::rms_norm;
 
 /// Added to the sum of squares of a query or a key (flash-linear-attention's `l2norm`).
 const KEY_EPS: f32 = 1e-6;
@@ -64,6 +65,8 @@ const KEY_EPS: f32 = 1e-6;
 pub struct DeltaRule {
     /// Tokens per chunk, a power of two.
     pub chunk: usize,
+    /// How many decays a token has.
+    pub decays: Decays,
 }
 
 /// The inputs of the delta rule. A row is a kv head of a sequence: `rows` is batch · kv_heads, `group` the query
@@ -83,26 +86,23 @@ pub struct DeltaInputs<B: OpBackend> {
 }
 
 impl<B: OpBackend> DeltaInputs<B> {
-    /// Prepares the inputs of a layer: q and k get unit length, q the scale 1/√head_dim, and the first token of a
-    /// document clears the state.
+    /// Prepares the inputs of a layer: q and k get unit length, q the scale 1/√head_dim.
     ///
     /// - `q`: `[batch, query_heads, seq_len, head_dim]`, `k`: `[batch, key_heads, seq_len, head_dim]`
     /// - `v`: `[batch, kv_heads, seq_len, value_dim]`
     /// - `beta`: `[batch, seq_len, kv_heads]`
-    /// - `log_decay`: `[batch, kv_heads, seq_len, 1 or head_dim]`
+    /// - `log_decay`: `[batch, kv_heads, seq_len, 1 or head_dim]`, which clears the state at a document's first token
     pub fn new(
         shape: &AttentionShape,
         [q, k, v]: [Tensor<B, 4>; 3],
         beta: Tensor<B, 3>,
         log_decay: Tensor<B, 4>,
-        documents: DocumentStarts<B>,
     ) -> Self {
         let [batch, key_heads, seq_len, d] = k.dims();
         let (kv_heads, group) = (shape.kv_heads, shape.group());
         let rows = batch * kv_heads;
-        let log_decay = forget_at_starts(log_decay, documents);
         let [channels, values] = [log_decay.dims()[3], v.dims()[3]];
-        let [q, k] = [unit(q, shape.scale()), unit(k, 1.0)];
+        let [q, k] = [unit(q, shape.scale(), KEY_EPS), unit(k, 1.0, KEY_EPS)];
         let serves = kv_heads / key_heads;
         let q = repeat_heads(q.reshape([batch, key_heads, group * seq_len, d]), serves);
         DeltaInputs {
@@ -113,13 +113,6 @@ impl<B: OpBackend> DeltaInputs<B> {
             log_decay: log_decay.reshape([rows, seq_len, channels]),
         }
     }
-}
-
-/// x · length / √(‖x‖² + [`KEY_EPS`]) over the last dimension.
-fn unit<B: OpBackend>(x: Tensor<B, 4>, length: f32) -> Tensor<B, 4> {
-    let d = x.dims()[3];
-    let weight = Tensor::full([d], length / (d as f32).sqrt(), &x.device());
-    rms_norm(x, weight, KEY_EPS / d as f32)
 }
 
 /// Joins rows and groups to heads: `[rows, group, seq_len, value_dim]` to `[batch, heads, seq_len, value_dim]`.
@@ -153,13 +146,25 @@ impl DeltaRule {
         shape: &AttentionShape,
         inputs: DeltaInputs<B>,
         state: &mut State<B>,
+        path: ExecPath,
     ) -> Tensor<B, 4> {
-        let start = state.s.take();
-        let q = inputs.q.clone();
-        let values = CorrectedValues { chunk: self.chunk };
-        let DeltaInputs { k, v, beta, log_decay, .. } = inputs;
-        let v = values.forward([k.clone(), v, beta, log_decay.clone()], start.clone());
-        let (y, end) = self.linear().forward(LinearInputs { q, k, v, log_decay }, start);
+        let DeltaInputs { q, k, v, beta, log_decay } = inputs;
+        let [rows, group, seq_len, d] = q.dims();
+        let (y, end) = match state.s.take() {
+            start if path == ExecPath::Kernel(DeviceKind::Cuda) => {
+                Rows { q, k, v, log_decay, beta: Some(beta) }.extend(Update::Delta, start)
+            }
+            Some(start) if seq_len == 1 => {
+                let (q, corrections) = (q.reshape([rows, group, d]), Corrections::Weights(beta));
+                let (y, end) = Token { q, k, v, log_decay, corrections }.advance(start);
+                (y.unsqueeze_dim(2), end)
+            }
+            start => {
+                let values = CorrectedValues { chunk: self.chunk };
+                let v = values.forward([k.clone(), v, beta, log_decay.clone()], start.clone());
+                self.linear().forward(LinearInputs { q, k, v, log_decay }, start)
+            }
+        };
         state.s = Some(end);
         heads(y, shape)
     }
@@ -186,11 +191,11 @@ impl DeltaRule {
             ExecPath::Kernel(DeviceKind::Cpu) => return channels.in_f32() + corrected,
             ExecPath::Kernel(DeviceKind::Cuda) => {
                 let value_dim = channels.v as usize / shape.kv_heads;
-                let of_row = chunked::saved_bytes(Update::Delta, shape.head_dim, value_dim);
+                let saved = chunked::saved_bytes(Update::Delta, self.decays, shape, value_dim);
                 // q, k and v as they come and as prepared, the output, and k for each kv head, in bf16.
                 let Channels { q, k, v, o, .. } = *channels;
                 let prepared = 2.0 * (2.0 * (q + k + v) + o + keys);
-                return prepared + shape.kv_heads as f64 * of_row;
+                return prepared + saved;
             }
             ExecPath::Reference => {}
         }

@@ -5,7 +5,7 @@ use burn::tensor::{Tensor, TensorData};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use super::{DeltaInputs, DeltaRule};
+use super::{Decays, DeltaInputs, DeltaRule};
 use crate::attention::recurrent::State;
 use crate::attention::{AttentionShape, ExecPath};
 use crate::backend::with_reference;
@@ -159,7 +159,9 @@ fn run([q, k, v, beta, log_decay, upstream]: &[Vec<f32>; 6], chunk: usize) -> [V
     let beta = beta.narrow(2, 0, 1);
     let rows = DeltaInputs { q: q.unsqueeze_dim(1), k, v, beta, log_decay };
     let shape = AttentionShape::new(D, 1, 1, D);
-    let y = DeltaRule { chunk }.attend(&shape, rows, ExecPath::Reference).squeeze_dim::<3>(1);
+    let y = DeltaRule { chunk, decays: Decays::PerToken }
+        .attend(&shape, rows, ExecPath::Reference)
+        .squeeze_dim::<3>(1);
     let grads = (y.clone() * tensor(upstream)).sum().backward();
     let of = |x: Tensor<Flex, 3>| x.into_data().iter::<f64>().collect::<Vec<_>>();
     let [d_q, d_k, d_v, d_beta, d_decay] = inputs.map(|x| of(x.grad(&grads).unwrap()));
@@ -296,16 +298,16 @@ fn largest_difference<const N: usize>(a: Tensor<Flex, N>, b: Tensor<Flex, N>) ->
 /// A prefill with single steps gives the outputs and ends in the state of one pass.
 #[test]
 fn the_state_does_not_depend_on_how_tokens_arrive() {
-    let rule = DeltaRule { chunk: 16 };
+    let rule = DeltaRule { chunk: 16, decays: Decays::PerToken };
     let (mut state, mut whole) = (State::default(), State::default());
-    let want = rule.extend(&SHAPE, waves(300, 8), &mut whole);
+    let want = rule.extend(&SHAPE, waves(300, 8), &mut whole, ExecPath::Reference);
     let mut parts = vec![];
     for n in [100, 1, 1, 16, 33, 149] {
         let first = parts.iter().map(|y: &Tensor<Flex, 4>| y.dims()[2]).sum();
         let DeltaInputs { q, k, v, beta, log_decay } = waves(300, 8);
         let [k, v, beta, log_decay] = [k, v, beta, log_decay].map(|x| x.narrow(1, first, n));
         let inputs = DeltaInputs { q: q.narrow(2, first, n), k, v, beta, log_decay };
-        parts.push(rule.extend(&SHAPE, inputs, &mut state));
+        parts.push(rule.extend(&SHAPE, inputs, &mut state, ExecPath::Reference));
     }
     assert!(largest_difference(Tensor::cat(parts, 2), want) < 2e-6);
     assert!(largest_difference(state.s.unwrap(), whole.s.unwrap()) < 2e-6);
@@ -313,7 +315,7 @@ fn the_state_does_not_depend_on_how_tokens_arrive() {
 
 #[test]
 fn a_heads_decay_equals_the_same_decay_of_every_channel() {
-    let rule = DeltaRule { chunk: 16 };
+    let rule = DeltaRule { chunk: 16, decays: Decays::PerToken };
     for path in [ExecPath::Reference, ExecPath::Kernel(crate::device::DeviceKind::Cpu)] {
         let y = |channels| rule.attend(&SHAPE, waves(100, channels), path);
         assert!(largest_difference(y(1), y(8)) < 2e-6, "{path}");

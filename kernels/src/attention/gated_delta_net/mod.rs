@@ -42,11 +42,12 @@ use burn::tensor::{DType, FloatDType, Tensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-use super::chunked;
+use super::chunked::{self, Decays};
 use super::delta_rule::{DeltaInputs, DeltaRule};
+use super::per_token::gated_norm::{GateActivation, gated_norm};
 use super::recurrent::{
-    STEP_BIAS, State, by_head, decay_of_steps, step_size, validate_chunk, validate_key_heads,
-    validate_value_dim,
+    STEP_BIAS, State, decay_of_steps, forget_at_starts, step_size, validate_chunk,
+    validate_key_heads, validate_value_dim,
 };
 use super::saved::Channels;
 use super::{
@@ -55,7 +56,6 @@ use super::{
 };
 use crate::backend::OpBackend;
 use crate::device::DeviceKind;
-use crate::ops::activation::silu;
 use crate::ops::rms_norm::rms_norm;
 
 /// Added to the mean square of an output.
@@ -97,7 +97,7 @@ impl Default for Config {
 
 impl Config {
     fn rule(&self) -> DeltaRule {
-        DeltaRule { chunk: self.chunk }
+        DeltaRule { chunk: self.chunk, decays: Decays::PerToken }
     }
 
     /// Applies the delta rule to the inputs by `rule`, then the norm and the gate.
@@ -114,11 +114,12 @@ impl Config {
         let [decay, beta] = [decay, beta].map(|x| x.clone().cast(FloatDType::F32));
         let beta = sigmoid(beta) * most;
         let log_decay = decay_of_steps(step_size(decay, bias.clone()), rate.clone());
-        let y = rule(DeltaInputs::new(shape, [q, k, v], beta, log_decay, documents));
-        let o = rms_norm(y, norm.clone(), EPS);
+        let log_decay = forget_at_starts(log_decay, documents);
+        let y = rule(DeltaInputs::new(shape, [q, k, v], beta, log_decay));
+        let norm = norm.clone();
         match gate {
-            [gate] => o * silu(by_head(gate.clone(), shape.heads)),
-            _ => o,
+            [gate] => gated_norm(y, norm, gate.clone(), GateActivation::Silu, EPS),
+            _ => rms_norm(y, norm, EPS),
         }
     }
 }
@@ -134,16 +135,6 @@ impl VariantSpec for Config {
             DeviceKind::Cpu => true,
             DeviceKind::Cuda => chunked::serves(kernel.dtype, shape.head_dim, values),
         }
-    }
-
-    /// Decoding on CUDA runs the reference.
-    fn serves_length(
-        &self,
-        kernel: Kernel,
-        _shape: &AttentionShape,
-        seq_len: Option<usize>,
-    ) -> bool {
-        kernel.device == DeviceKind::Cpu || seq_len.is_some()
     }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
@@ -198,7 +189,7 @@ impl VariantSpec for Config {
         dtype: DType,
     ) -> f64 {
         let channels = Channels::of(self, shape);
-        // y before the norm, and the gate's SiLU.
+        // y before the norm, and the gate.
         let outputs = 2.0 * channels.o * path.saved_size(dtype);
         outputs + self.rule().saved_bytes_per_token(&channels, shape, seq_len, path)
     }
@@ -213,6 +204,10 @@ impl VariantSpec for Config {
 
     fn state_elements(&self, shape: &AttentionShape, _seq_len: usize) -> u64 {
         DeltaRule::state_elements(shape, VariantSpec::value_dim(self, shape))
+    }
+
+    fn state_dtype(&self, _path: ExecPath, _dtype: DType) -> DType {
+        DType::F32
     }
 }
 
@@ -253,8 +248,8 @@ impl Variant for Config {
         shape: &AttentionShape,
         inputs: Inputs<B>,
         state: &mut State<B>,
-        _path: ExecPath,
+        path: ExecPath,
     ) -> Tensor<B, 4> {
-        self.run(shape, inputs, None, |inputs| self.rule().extend(shape, inputs, state))
+        self.run(shape, inputs, None, |inputs| self.rule().extend(shape, inputs, state, path))
     }
 }

@@ -37,21 +37,22 @@
 mod tests;
 
 use burn::tensor::activation::sigmoid;
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{DType, FloatDType, Tensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
+use super::chunked::{self, Decays};
 use super::delta_rule::{DeltaInputs, DeltaRule};
-use super::recurrent::{
-    State, by_head, decay_of_steps, step_size, validate_chunk, validate_value_dim,
-};
+use super::per_token::channel_decay::decay_of_step_logits;
+use super::per_token::gated_norm::{GateActivation, gated_norm};
+use super::recurrent::{State, decay_of_steps, step_size, validate_chunk, validate_value_dim};
 use super::saved::Channels;
 use super::{
     AttentionShape, DocumentStarts, ExecPath, Init, Inputs, Kernel, LowRankActivation,
     ParameterSpec, ProjectionSpec, Variant, VariantSpec,
 };
 use crate::backend::OpBackend;
-use crate::ops::rms_norm::rms_norm;
+use crate::device::DeviceKind;
 
 /// Added to the mean square of an output.
 const EPS: f32 = 1e-5;
@@ -72,7 +73,7 @@ pub struct Config {
     /// A short convolution with SiLU on q, k and v; default true.
     pub short_conv: bool,
     /// Tokens per chunk, a power of two from 16 to 256; default 64. It changes speed and memory, not
-    /// results.
+    /// results. Kernels on CUDA have chunks of 64.
     pub chunk: usize,
 }
 
@@ -90,7 +91,7 @@ impl Default for Config {
 
 impl Config {
     fn rule(&self) -> DeltaRule {
-        DeltaRule { chunk: self.chunk }
+        DeltaRule { chunk: self.chunk, decays: Decays::PerChannel }
     }
 
     fn rank(&self, shape: &AttentionShape) -> usize {
@@ -108,17 +109,27 @@ impl Config {
         let [decay, beta, gate] = &projections[..] else { panic!("decay, beta and gate") };
         let [rate, bias, norm] = &parameters[..] else { panic!("three vectors") };
         let most = if self.negative_eigenvalues { 2.0 } else { 1.0 };
-        let beta = sigmoid(beta.clone()) * most;
-        let log_decay = decay_of_steps(step_size(decay.clone(), bias.clone()), rate.clone());
-        let y = rule(DeltaInputs::new(shape, [q, k, v], beta, log_decay, documents));
-        rms_norm(y, norm.clone(), EPS) * sigmoid(by_head(gate.clone(), shape.heads))
+        let beta = sigmoid(beta.clone().cast(FloatDType::F32)) * most;
+        let log_decay = decay_of_step_logits(decay.clone(), bias.clone(), rate.clone(), documents);
+        let y = rule(DeltaInputs::new(shape, [q, k, v], beta, log_decay));
+        gated_norm(y, norm.clone(), gate.clone(), GateActivation::Sigmoid, EPS)
     }
 }
 
 impl VariantSpec for Config {
     const SOURCE: &'static str = "Kimi delta attention (Kimi Team, 2025)";
 
-    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32];
+    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32, Kernel::CUDA_BF16];
+
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, _batch: usize) -> bool {
+        match kernel.device {
+            DeviceKind::Cpu => true,
+            DeviceKind::Cuda => {
+                let values = VariantSpec::value_dim(self, shape);
+                chunked::serves(kernel.dtype, shape.head_dim, values)
+            }
+        }
+    }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         validate_value_dim(key, self.value_dim, problems);
@@ -173,12 +184,13 @@ impl VariantSpec for Config {
         shape: &AttentionShape,
         seq_len: usize,
         path: ExecPath,
-        _dtype: DType,
+        dtype: DType,
     ) -> f64 {
         let channels = Channels::of(self, shape);
-        // y before the norm and the gate; the decay's steps and logarithms.
-        let outputs = 4.0 * 2.0 * (channels.o + channels.k);
-        outputs + self.rule().saved_bytes_per_token(&channels, shape, seq_len, path)
+        // y before the norm, and the gate; the decay's logits and logarithms.
+        let size = path.saved_size(dtype);
+        let around = size * (2.0 * channels.o + channels.k) + 4.0 * channels.k;
+        around + self.rule().saved_bytes_per_token(&channels, shape, seq_len, path)
     }
 
     fn has_retention(&self) -> bool {
@@ -191,6 +203,10 @@ impl VariantSpec for Config {
 
     fn state_elements(&self, shape: &AttentionShape, _seq_len: usize) -> u64 {
         DeltaRule::state_elements(shape, VariantSpec::value_dim(self, shape))
+    }
+
+    fn state_dtype(&self, _path: ExecPath, _dtype: DType) -> DType {
+        DType::F32
     }
 }
 
@@ -231,8 +247,8 @@ impl Variant for Config {
         shape: &AttentionShape,
         inputs: Inputs<B>,
         state: &mut State<B>,
-        _path: ExecPath,
+        path: ExecPath,
     ) -> Tensor<B, 4> {
-        self.run(shape, inputs, None, |inputs| self.rule().extend(shape, inputs, state))
+        self.run(shape, inputs, None, |inputs| self.rule().extend(shape, inputs, state, path))
     }
 }

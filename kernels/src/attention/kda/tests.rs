@@ -24,6 +24,14 @@ impl Conformance for Config {
         ]
     }
 
+    fn kernel_cases() -> Vec<Self> {
+        let reflecting =
+            Config { value_dim: Some(48), negative_eigenvalues: true, ..Config::default() };
+        vec![Config::default(), reflecting]
+    }
+
+    const WIDEST_HEAD: usize = 128;
+
     /// Channels that remember for long beside those that forget, of which the initial decay has only the latter.
     /// Repeated keys; β of 0 and of its maximum; no decay, and decay to 0.
     fn prepare(&self, inputs: &mut [Tensor64]) {

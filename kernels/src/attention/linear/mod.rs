@@ -22,7 +22,7 @@
 //!   for the kv heads, n spread evenly over 0…7.
 //! - RMSNorm adds 1e-5 to the mean square.
 //!
-//! On CUDA a kernel serves the gates `scalar` and `none`, in bf16 (`docs/chunked.md`).
+//! On CUDA kernels serve all gates in bf16 (`docs/chunked.md`).
 //!
 //! Decoding keeps S, kv_heads · head_dim² elements at any length. A token costs 2·head_dim² FLOPs per
 //! query head and 3·head_dim² per kv head.
@@ -33,13 +33,14 @@ pub(super) mod reference;
 mod tests;
 
 use burn::tensor::ops::{FloatTensor, IntTensor};
-use burn::tensor::{DType, FloatDType, Tensor};
+use burn::tensor::{DType, Tensor};
 use burn_flex::FlexTensor;
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use self::reference::LinearInputs;
-use super::chunked::{self, Grads, Update};
+use super::chunked::{self, Decays, Grads, Rows, Update};
+use super::per_token::channel_decay::decay_of_gate;
 use super::recurrent::{forget_at_starts, validate_chunk};
 use super::rotation::{Rotation, Scaling, rotate};
 use super::saved::Channels;
@@ -50,7 +51,6 @@ use super::{
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::CudaTensor;
 use crate::device::DeviceKind;
-use crate::ops::activation::log_sigmoid;
 use crate::ops::rms_norm::rms_norm;
 
 /// Added to the mean square of an output.
@@ -126,16 +126,24 @@ impl Config {
         rope.then_some(Rotation { scaling, ..Rotation::new(theta) })
     }
 
+    fn decays(&self) -> Decays {
+        if self.gate == Gate::Diagonal { Decays::PerChannel } else { Decays::PerToken }
+    }
+
     fn op(&self) -> GatedLinear {
         GatedLinear { chunk: self.chunk }
     }
 
-    /// ℓ of the gate's logits `[batch, seq_len, kv_heads · channels]`: `[batch, kv_heads, seq_len, channels]`.
-    fn log_decay<B: OpBackend>(&self, kv_heads: usize, logits: Tensor<B, 3>) -> Tensor<B, 4> {
-        let [batch, seq_len, features] = logits.dims();
+    /// ℓ of the gate's logits `[batch, seq_len, kv_heads · channels]`: `[batch, kv_heads, seq_len, channels]`; it clears
+    /// the state at the first token of each of the `documents`.
+    fn log_decay<B: OpBackend>(
+        &self,
+        kv_heads: usize,
+        logits: Tensor<B, 3>,
+        documents: DocumentStarts<B>,
+    ) -> Tensor<B, 4> {
         let temperature = if self.gate == Gate::Diagonal { TEMPERATURE } else { 1.0 };
-        let logs = log_sigmoid(logits.cast(FloatDType::F32)) / temperature;
-        logs.reshape([batch, seq_len, kv_heads, features / kv_heads]).swap_dims(1, 2)
+        decay_of_gate(logits, kv_heads, temperature, documents)
     }
 
     /// The operation's inputs, from position `first` on.
@@ -152,13 +160,12 @@ impl Config {
         let q = q * shape.scale();
         let (kv_heads, rows) = (shape.kv_heads, batch * shape.kv_heads);
         let log_decay = match logits {
-            Some(logits) => self.log_decay(kv_heads, logits),
+            Some(logits) => self.log_decay(kv_heads, logits, documents),
             None => {
                 let options = (&q.device(), DType::F32);
-                Tensor::zeros([batch, kv_heads, seq_len, 1], options)
+                forget_at_starts(Tensor::zeros([batch, kv_heads, seq_len, 1], options), documents)
             }
         };
-        let log_decay = forget_at_starts(log_decay, documents);
         let channels = log_decay.dims()[3];
         LinearInputs {
             q: q.reshape([rows, shape.group(), seq_len, head_dim]),
@@ -178,20 +185,9 @@ impl VariantSpec for Config {
         match kernel.device {
             DeviceKind::Cpu => true,
             DeviceKind::Cuda => {
-                let values = self.value_dim(shape);
-                self.gate != Gate::Diagonal && chunked::serves(kernel.dtype, shape.head_dim, values)
+                chunked::serves(kernel.dtype, shape.head_dim, self.value_dim(shape))
             }
         }
-    }
-
-    /// Decoding on CUDA runs the reference.
-    fn serves_length(
-        &self,
-        kernel: Kernel,
-        _shape: &AttentionShape,
-        seq_len: Option<usize>,
-    ) -> bool {
-        kernel.device == DeviceKind::Cpu || seq_len.is_some()
     }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
@@ -236,7 +232,14 @@ impl VariantSpec for Config {
     ) -> f64 {
         let channels = Channels::of(self, shape);
         if let ExecPath::Kernel(device) = path {
-            return channels.by_kernel(dtype) + self.op().saved_by_kernel(&channels, shape, device);
+            let decays = self.decays();
+            let saved = self.op().saved_by_kernel(decays, &channels, shape, device);
+            // The logits of channels, and their decays in f32.
+            let gates = match decays {
+                Decays::PerChannel => (dtype.size() as f64 + 4.0) * channels.k,
+                Decays::PerToken => 0.0,
+            };
+            return channels.by_kernel(dtype) + saved + gates;
         }
         channels.in_f32() + self.op().saved_by_reference(&channels, shape, seq_len)
     }
@@ -251,6 +254,10 @@ impl VariantSpec for Config {
 
     fn state_elements(&self, shape: &AttentionShape, _seq_len: usize) -> u64 {
         (shape.kv_heads * shape.head_dim * shape.head_dim) as u64
+    }
+
+    fn state_dtype(&self, _path: ExecPath, _dtype: DType) -> DType {
+        DType::F32
     }
 }
 
@@ -279,7 +286,7 @@ impl Variant for Config {
         inputs: Inputs<B>,
     ) -> Option<Tensor<B, 4>> {
         let logits = inputs.projections.into_iter().next();
-        logits.map(|logits| self.log_decay(shape.kv_heads, logits))
+        logits.map(|logits| self.log_decay(shape.kv_heads, logits, None))
     }
 
     fn init_state<B: OpBackend>(
@@ -296,12 +303,12 @@ impl Variant for Config {
         shape: &AttentionShape,
         Inputs { q, k, v, projections, parameters }: Inputs<B>,
         state: &mut State<B>,
-        _path: ExecPath,
+        path: ExecPath,
     ) -> Tensor<B, 4> {
         let dims = q.dims();
         let logits = projections.into_iter().next();
         let rows = self.rows(shape, [q, k, v], logits, None, state.position);
-        let (y, sums) = self.op().forward(rows, state.sums.take());
+        let (y, sums) = self.op().extend(rows, None, state.sums.take(), path);
         *state = State { sums: Some(sums), position: state.position + dims[2] };
         rms_norm(y.reshape(dims), parameters[0].clone(), EPS)
     }
@@ -317,6 +324,25 @@ pub(super) struct GatedLinear {
 }
 
 impl GatedLinear {
+    /// y of the tokens after those in the state `start`, and the state after them; β `[rows, seq_len, 1]` weighs values.
+    pub fn extend<B: OpBackend>(
+        &self,
+        rows: LinearInputs<B>,
+        beta: Option<Tensor<B, 3>>,
+        start: Option<Tensor<B, 3>>,
+        path: ExecPath,
+    ) -> (Tensor<B, 4>, Tensor<B, 3>) {
+        let LinearInputs { q, k, v, log_decay } = rows;
+        if path == ExecPath::Kernel(DeviceKind::Cuda) {
+            return Rows { q, k, v, log_decay, beta }.extend(Update::Additive, start);
+        }
+        let v = match beta {
+            Some(beta) => v * beta,
+            None => v,
+        };
+        self.forward(LinearInputs { q, k, v, log_decay }, start)
+    }
+
     /// FLOPs per token, forward: scores and weighted values inside a chunk, and updating and querying S.
     pub fn flops_per_token(&self, shape: &AttentionShape, value_dim: usize, seq_len: usize) -> f64 {
         let (d, values) = (shape.head_dim as f64, value_dim as f64);
@@ -329,15 +355,15 @@ impl GatedLinear {
     /// Bytes per token that a kernel saves beside its inputs and its output.
     pub fn saved_by_kernel(
         &self,
+        decays: Decays,
         channels: &Channels,
         shape: &AttentionShape,
         device: DeviceKind,
     ) -> f64 {
         let value_dim = channels.v as usize / shape.kv_heads;
-        let of_row = || chunked::saved_bytes(Update::Additive, shape.head_dim, value_dim);
         match device {
             DeviceKind::Cpu => 0.0,
-            DeviceKind::Cuda => shape.kv_heads as f64 * of_row(),
+            DeviceKind::Cuda => chunked::saved_bytes(Update::Additive, decays, shape, value_dim),
         }
     }
 

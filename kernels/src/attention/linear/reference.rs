@@ -8,6 +8,8 @@ use burn::tensor::Tensor;
 
 use super::GatedLinear;
 use crate::attention::blocks::sums_after;
+use crate::attention::chunked::diagonal::Corrections;
+use crate::attention::recurrent::step::Token;
 use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
 
@@ -149,7 +151,17 @@ impl GatedLinear {
         rows: LinearInputs<B>,
         start: Option<Tensor<B, 3>>,
     ) -> (Tensor<B, 4>, Tensor<B, 3>) {
-        let [n, group, seq_len, _] = rows.q.dims();
+        let [n, group, seq_len, d] = rows.q.dims();
+        let start = match start {
+            Some(state) if seq_len == 1 => {
+                let LinearInputs { q, k, v, log_decay } = rows;
+                let q = q.reshape([n, group, d]);
+                let token = Token { q, k, v, log_decay, corrections: Corrections::None };
+                let (y, state) = token.advance(state);
+                return (y.unsqueeze_dim(2), state);
+            }
+            start => start,
+        };
         let size = self.size(seq_len);
         let rows = rows.padded(seq_len.next_multiple_of(size));
         let chunks = DecayedChunks::new(&rows, size);

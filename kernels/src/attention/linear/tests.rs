@@ -26,13 +26,12 @@ impl Conformance for Config {
         let default = Config::default();
         vec![
             Config { gate: Gate::Scalar, rope: true, scaling: YARN, ..default.clone() },
-            Config { gate: Gate::None, chunk: 16, ..default },
+            Config { gate: Gate::None, chunk: 16, ..default.clone() },
+            Config { gate: Gate::Diagonal, ..default },
         ]
     }
 
     const WIDEST_HEAD: usize = 128;
-
-    const KERNELS_DECODE: bool = false;
 
     /// Small queries, so that short sequences have outputs whose mean square is near [`EPS`]. Otherwise a
     /// norm's output does not depend on the size of its input, and the gradient of a single token's score is

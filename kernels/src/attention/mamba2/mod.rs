@@ -41,7 +41,7 @@ use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use super::blocks::repeat_heads;
-use super::chunked;
+use super::chunked::{self, Decays};
 use super::linear::GatedLinear;
 use super::linear::reference::LinearInputs;
 use super::recurrent::{
@@ -139,16 +139,6 @@ impl VariantSpec for Config {
         }
     }
 
-    /// Decoding on CUDA runs the reference.
-    fn serves_length(
-        &self,
-        kernel: Kernel,
-        _shape: &AttentionShape,
-        seq_len: Option<usize>,
-    ) -> bool {
-        kernel.device == DeviceKind::Cpu || seq_len.is_some()
-    }
-
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         validate_value_dim(key, self.value_dim, problems);
         validate_key_heads(key, self.key_heads, shape, problems);
@@ -204,7 +194,9 @@ impl VariantSpec for Config {
         let steps = path.saved_size(dtype) * keys + 4.0 * (channels.v + 4.0 * channels.o);
         let inputs = channels.in_f32() / 4.0 * path.saved_size(dtype);
         let saved = match path {
-            ExecPath::Kernel(device) => self.linear().saved_by_kernel(&channels, shape, device),
+            ExecPath::Kernel(device) => {
+                self.linear().saved_by_kernel(Decays::PerToken, &channels, shape, device)
+            }
             ExecPath::Reference => self.linear().saved_by_reference(&channels, shape, seq_len),
         };
         inputs + steps + saved
@@ -220,6 +212,10 @@ impl VariantSpec for Config {
 
     fn state_elements(&self, shape: &AttentionShape, _seq_len: usize) -> u64 {
         (shape.kv_heads * shape.head_dim * VariantSpec::value_dim(self, shape)) as u64
+    }
+
+    fn state_dtype(&self, _path: ExecPath, _dtype: DType) -> DType {
+        DType::F32
     }
 }
 
@@ -264,11 +260,10 @@ impl Variant for Config {
         shape: &AttentionShape,
         inputs: Inputs<B>,
         state: &mut State<B>,
-        _path: ExecPath,
+        path: ExecPath,
     ) -> Tensor<B, 4> {
         self.run(shape, inputs, None, |inputs, steps| {
-            let inputs = LinearInputs { v: inputs.v * steps, ..inputs };
-            let (y, end) = self.linear().forward(inputs, state.s.take());
+            let (y, end) = self.linear().extend(inputs, Some(steps), state.s.take(), path);
             state.s = Some(end);
             y
         })

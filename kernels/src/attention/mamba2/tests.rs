@@ -26,8 +26,6 @@ impl Conformance for Config {
 
     const WIDEST_HEAD: usize = 128;
 
-    const KERNELS_DECODE: bool = false;
-
     /// Nine of the gradient of a step: scores, the state, what enters it, what enters its gradient, that gradient, the
     /// outputs, their gradient, the scores' gradients, and the result. A third more, because tokens that read one
     /// state share the errors of its rounding, which the budget takes for independent.

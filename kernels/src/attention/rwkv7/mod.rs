@@ -36,30 +36,35 @@
 //! Decoding keeps only S: kv_heads · head_dim · value_dim elements at any length. A token costs a few
 //! multiply-adds per element.
 
+mod cuda;
 mod masks;
 mod recurrence;
 #[cfg(test)]
 mod tests;
+mod time_mix;
 
+use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Tensor, activation::sigmoid};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-use self::recurrence::{WkvInputs, wkv};
-use super::recurrent::{by_head, by_token};
+use self::recurrence::wkv;
+use self::time_mix::{TimeMix, time_mix};
+use super::chunked::{self, diagonal};
+use super::dispatch::on_cuda;
+use super::recurrent::by_head;
 use super::saved::Channels;
 use super::{
-    AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, LowRank,
+    AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, Kernel, LowRank,
     LowRankActivation, ParameterSpec, ProjectionSpec, Variant, VariantSpec,
 };
-use crate::backend::OpBackend;
-use crate::ops::layer_norm::layer_norm;
+use crate::backend::{OpBackend, primitive, tensor};
 
 /// e^−½: the strongest decay of a step is exp(−e^−½).
 const MAX_DECAY: f64 = 0.606_530_659_712_633_4;
 
 /// Added to the square of a removal key's norm.
-const KEY_EPS: f64 = 1e-12;
+const KEY_EPS: f32 = 1e-12;
 
 /// The group norm's eps per channel of a head.
 const NORM_EPS: f32 = 1e-5;
@@ -110,82 +115,6 @@ impl Config {
             _ => LowRank::default_rank(0.6 * (width as f64).powf(0.8), width),
         })
     }
-
-    /// Outputs of the tokens after those in `state`, and the state after them.
-    ///
-    /// All but the recurrence runs in the memory order of the layer's projections,
-    /// `[batch, seq_len, heads · channels]`, where products with the learned vectors, and their gradients,
-    /// act on whole rows.
-    fn run<B: OpBackend>(
-        &self,
-        shape: &AttentionShape,
-        inputs: Inputs<B>,
-        documents: DocumentStarts<B>,
-        state: Option<Tensor<B, 4>>,
-    ) -> (Tensor<B, 4>, Tensor<B, 4>) {
-        let Inputs { q, k, v, projections, parameters } = inputs;
-        let [d, rate, gate] = &projections[..] else { panic!("decay, learning rate and gate") };
-        let [xi, alpha, rho, scale, bias] = &parameters[..] else { panic!("five vectors") };
-        let (heads, kv_heads) = (shape.heads, shape.kv_heads);
-        let row = |x: &Tensor<B, 1>| x.clone().reshape([1, 1, -1]);
-
-        let [r, k] = [q.clone(), k].map(by_token);
-        let rate = sigmoid(rate.clone());
-        let key = k.clone() * ((rate.clone() - 1.0) * row(alpha) + 1.0);
-        let removal = unit_heads(k * row(xi), kv_heads);
-        let inputs = WkvInputs {
-            r: q,
-            log_decay: by_head(sigmoid(d.clone()) * -MAX_DECAY, kv_heads),
-            correction: by_head(rate * removal.clone(), kv_heads),
-            removal: by_head(removal, kv_heads),
-            key: by_head(key.clone(), kv_heads),
-            v: v.clone(),
-        };
-        let (o, state) = wkv(inputs, documents, state);
-
-        let ones = Tensor::ones([o.dims()[3]], &o.device());
-        let o = by_token(layer_norm(o, ones, None, NORM_EPS * shape.head_dim as f32));
-        let weight = r * repeat(key, kv_heads, shape.group()) * row(rho);
-        let v = repeat(by_token(v), kv_heads, shape.group());
-        let o = o * row(scale) + row(bias) + times_head_sums(v, weight, heads);
-        (by_head(o * gate.clone(), heads), state)
-    }
-}
-
-/// Each head of `[batch, seq_len, heads · channels]`, divided by its norm.
-fn unit_heads<B: OpBackend>(x: Tensor<B, 3>, heads: usize) -> Tensor<B, 3> {
-    let [batch, seq_len, features] = x.dims();
-    let x = x.reshape([batch, seq_len, heads, features / heads]);
-    let square = (x.clone() * x.clone()).sum_dim(3);
-    (x / (square + KEY_EPS).sqrt()).reshape([batch, seq_len, features])
-}
-
-/// Repeats each head of `[batch, seq_len, heads · channels]` `group` times.
-fn repeat<B: OpBackend>(x: Tensor<B, 3>, heads: usize, group: usize) -> Tensor<B, 3> {
-    if group == 1 {
-        return x;
-    }
-    let [batch, seq_len, features] = x.dims();
-    x.reshape([batch, seq_len, heads, 1, features / heads]).repeat_dim(3, group).reshape([
-        batch,
-        seq_len,
-        group * features,
-    ])
-}
-
-/// Each head of `x` times the sum over the same head of `weight`; both are
-/// `[batch, seq_len, heads · channels]`, and may differ in channels.
-fn times_head_sums<B: OpBackend>(
-    x: Tensor<B, 3>,
-    weight: Tensor<B, 3>,
-    heads: usize,
-) -> Tensor<B, 3> {
-    let [batch, seq_len, features] = x.dims();
-    let [x, weight] = [x, weight].map(|x| {
-        let channels = x.dims()[2] / heads;
-        x.reshape([batch, seq_len, heads, channels])
-    });
-    (x * weight.sum_dim(3)).reshape([batch, seq_len, features])
 }
 
 /// The decay's initial bias: slow channels first, and a steeper curve in deeper layers.
@@ -197,8 +126,24 @@ fn decay_bias(shape: &AttentionShape) -> Init {
     Init::Values((0..channels).map(|n| (-6.5 + 5.0 * place(n).powf(power)) as f32).collect())
 }
 
+/// The inputs of [`TimeMix`].
+fn in_order<B: OpBackend>(inputs: Inputs<B>) -> [FloatTensor<B>; 11] {
+    let Inputs { q, k, v, projections, parameters } = inputs;
+    let of_heads = [q, k, v].map(primitive).into_iter();
+    let projections = projections.into_iter().map(primitive);
+    let all = of_heads.chain(projections).chain(parameters.into_iter().map(primitive));
+    let count = "three projections and five vectors";
+    all.collect::<Vec<_>>().try_into().unwrap_or_else(|_| panic!("{count}"))
+}
+
 impl VariantSpec for Config {
     const SOURCE: &'static str = "RWKV-7's time mix (Peng et al., 2025)";
+
+    const KERNELS: &'static [Kernel] = &[Kernel::CUDA_BF16];
+
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, _batch: usize) -> bool {
+        chunked::serves(kernel.dtype, shape.head_dim, self.value_dim(shape))
+    }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         let ranks = [
@@ -261,7 +206,11 @@ impl VariantSpec for Config {
     ) -> f64 {
         let channels = Channels::of(self, shape);
         if let ExecPath::Kernel(_) = path {
-            return channels.by_kernel(dtype);
+            // What the core saves; the logits of decay and learning rate, the gate and the recurrence's output.
+            let update = diagonal::Update::Replace;
+            let saved = diagonal::saved_bytes(update, shape, self.value_dim(shape));
+            let around = dtype.size() as f64 * 2.0 * (channels.k + channels.o);
+            return channels.by_kernel(dtype) + saved + around;
         }
         // r, k̃, v, κ̂, a, the decay and their products with its factors; the matrices and states of chunks.
         let chunk = recurrence::CHUNK_SIZE.min(seq_len) as f64;
@@ -283,6 +232,10 @@ impl VariantSpec for Config {
     fn state_elements(&self, shape: &AttentionShape, _seq_len: usize) -> u64 {
         (shape.kv_heads * shape.head_dim * self.value_dim(shape)) as u64
     }
+
+    fn state_dtype(&self, _path: ExecPath, _dtype: DType) -> DType {
+        DType::F32
+    }
 }
 
 impl Variant for Config {
@@ -290,12 +243,13 @@ impl Variant for Config {
 
     fn attend<B: OpBackend>(
         &self,
-        shape: &AttentionShape,
+        _shape: &AttentionShape,
         inputs: Inputs<B>,
         documents: DocumentStarts<B>,
-        _path: ExecPath,
+        path: ExecPath,
     ) -> Tensor<B, 4> {
-        self.run(shape, inputs, documents, None).0
+        let ints = documents.into_iter().map(Tensor::into_primitive).collect();
+        tensor(path.run::<B, _, 11>(&TimeMix, in_order(inputs), ints))
     }
 
     fn log_retention<B: OpBackend>(
@@ -318,13 +272,24 @@ impl Variant for Config {
 
     fn extend<B: OpBackend>(
         &self,
-        shape: &AttentionShape,
+        _shape: &AttentionShape,
         inputs: Inputs<B>,
         state: &mut State<B>,
-        _path: ExecPath,
+        path: ExecPath,
     ) -> Tensor<B, 4> {
-        let (o, wkv) = self.run(shape, inputs, None, state.wkv.take());
-        state.wkv = Some(wkv);
-        o
+        if let ExecPath::Kernel(_) = path {
+            let on_device =
+                |x: FloatTensor<B>| B::into_cuda(x).expect("the kernel's path is on CUDA");
+            let inputs = in_order(inputs).map(on_device);
+            let before = state.wkv.take().map(on_cuda::<B, 4>);
+            let [y, end] = cuda::extend(&inputs, before.as_ref()).map(B::from_cuda);
+            state.wkv = Some(tensor(end));
+            return tensor(y);
+        }
+        time_mix(inputs, |inputs| {
+            let (o, end) = wkv(inputs, None, state.wkv.take());
+            state.wkv = Some(end);
+            o
+        })
     }
 }

@@ -22,7 +22,9 @@
 use burn::tensor::{Int, Tensor};
 
 use super::masks::{Masks, mask, masked};
+use crate::attention::chunked::diagonal::Corrections;
 use crate::attention::recurrent::one_by_one;
+use crate::attention::recurrent::step::Token;
 use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
 
@@ -71,8 +73,12 @@ pub(super) fn wkv<B: OpBackend>(
     documents: Option<Tensor<B, 2, Int>>,
     state: Option<Tensor<B, 4>>,
 ) -> (Tensor<B, 4>, Tensor<B, 4>) {
-    let [batch, kv_heads, _, head_dim] = inputs.key.dims();
+    let [batch, kv_heads, seq_len, head_dim] = inputs.key.dims();
     let value_dim = inputs.v.dims()[3];
+    let state = match state {
+        Some(state) if seq_len == 1 => return step(inputs, state),
+        state => state,
+    };
     let mut state = state
         .unwrap_or_else(|| {
             Tensor::zeros([batch, kv_heads, head_dim, value_dim], &inputs.v.device())
@@ -82,6 +88,28 @@ pub(super) fn wkv<B: OpBackend>(
     segments(inputs, documents, 0, &mut state, &mut outputs);
     let o = if outputs.len() == 1 { outputs.remove(0) } else { Tensor::cat(outputs, 2) };
     (o, state.reshape([batch, kv_heads, head_dim, value_dim]))
+}
+
+/// [`wkv`] of one token.
+fn step<B: OpBackend>(inputs: WkvInputs<B>, state: Tensor<B, 4>) -> (Tensor<B, 4>, Tensor<B, 4>) {
+    let ([batch, heads, _, head_dim], kv_heads) = (inputs.r.dims(), inputs.key.dims()[1]);
+    let value_dim = inputs.v.dims()[3];
+    let rows = batch * kv_heads;
+    let of = |x: Tensor<B, 4>| {
+        let channels = x.dims()[3];
+        x.reshape([rows, 1, channels])
+    };
+    let WkvInputs { r, log_decay, removal, correction, key, v } = inputs;
+    let token = Token {
+        q: r.reshape([rows, heads / kv_heads, head_dim]),
+        k: of(key),
+        v: of(v),
+        log_decay: of(log_decay),
+        corrections: Corrections::Vectors { removal: of(removal), correction: of(correction) },
+    };
+    let (y, end) = token.advance(state.reshape([rows, head_dim, value_dim]));
+    let y = y.reshape([batch, heads, 1, value_dim]);
+    (y, end.reshape([batch, kv_heads, head_dim, value_dim]))
 }
 
 /// Halves the tokens recursively until they fit, and runs the parts in order. (Slicing parts off one by

@@ -20,6 +20,7 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 use cubecl::zspace::metadata::Metadata;
 
+use self::block::HeadStridesLaunch;
 use crate::cuda::{CudaTensor, WIDE, buffer, contiguous};
 
 /// The default number of threads per block.
@@ -63,6 +64,20 @@ pub fn dims(x: &CudaTensor) -> Vec<usize> {
 /// Number of elements.
 pub fn elements(x: &CudaTensor) -> usize {
     x.meta.shape().num_elements()
+}
+
+/// The strides of `x`, `[batch, heads, seq_len, head_dim]`, in vectors of `lanes`.
+///
+/// # Panics
+/// From 2³² vectors on.
+pub fn head_strides(x: &CudaTensor, lanes: usize) -> HeadStridesLaunch<CudaRuntime> {
+    let (strides, shape) = (x.meta.strides(), dims(x));
+    let stride = |dim: usize| {
+        as_u32(shape[dim] * strides[dim] / lanes);
+        // A dimension of size 1 may have any stride.
+        as_u32(if shape[dim] == 1 { 0 } else { strides[dim] / lanes })
+    };
+    HeadStridesLaunch::new(stride(0), stride(1), stride(2))
 }
 
 /// A placeholder for an argument that the kernel does not read.

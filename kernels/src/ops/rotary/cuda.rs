@@ -7,13 +7,13 @@ use burn::tensor::{DType, Shape};
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::cuda::CudaRuntime;
 
-use super::kernel::{
-    HEADS_PER_THREAD, HeadStridesLaunch, RotatedHeadsLaunch, rotate as kernel, rotate_both,
-};
+use super::kernel::{HEADS_PER_THREAD, RotatedHeadsLaunch, rotate as kernel, rotate_both};
 use super::{Angles, Frequencies, RotaryEmbedding};
 use crate::cuda::{CudaTensor, WIDE, buffer, contiguous};
 use crate::ops::cuda::rows::RowOrder;
-use crate::ops::cuda::{THREADS, as_u32, blocks, dim, dims, lanes, nothing, supported};
+use crate::ops::cuda::{
+    THREADS, as_u32, blocks, dim, dims, head_strides, lanes, nothing, supported,
+};
 
 /// Tables hold the angles of whole pages of this many positions.
 const PAGE: usize = 4096;
@@ -203,19 +203,9 @@ impl Part {
         let [_, heads, seq_len, _] = self.x.meta.shape().dims();
         let [half, rest] = self.vectors(lanes);
         let [batch, heads, seq_len, half, rest] = [batch, heads, seq_len, half, rest].map(as_u32);
-        let [from, to] = [&self.x, &self.y].map(|x| strides(x, lanes));
+        let [from, to] = [&self.x, &self.y].map(|x| head_strides(x, lanes));
         RotatedHeadsLaunch::new(batch, heads, seq_len, half, rest, from, to)
     }
-}
-
-fn strides(x: &CudaTensor, lanes: usize) -> HeadStridesLaunch<CudaRuntime> {
-    let (strides, shape) = (x.meta.strides(), dims(x));
-    let stride = |dim: usize| {
-        as_u32(shape[dim] * strides[dim] / lanes);
-        // A dimension of size 1 may have any stride.
-        as_u32(if shape[dim] == 1 { 0 } else { strides[dim] / lanes })
-    };
-    HeadStridesLaunch::new(stride(0), stride(1), stride(2))
 }
 
 /// A table with the angles of the call's positions, and the index of the first of them.

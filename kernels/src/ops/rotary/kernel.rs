@@ -2,19 +2,10 @@
 
 use cubecl::prelude::*;
 
+use crate::ops::cuda::block::HeadStrides;
+
 /// Heads per thread, which share the angles that it reads.
 pub const HEADS_PER_THREAD: usize = 4;
-
-/// The strides of `[batch, heads, seq_len, head_dim]`, in vectors.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-pub struct HeadStrides {
-    /// Between sequences.
-    pub batch: u32,
-    /// Between heads.
-    pub head: u32,
-    /// Between rows.
-    pub row: u32,
-}
 
 /// A tensor `[batch, heads, seq_len, head_dim]` to rotate, and where the result goes. With n = 2·`half` vectors of
 /// channels that rotate, channels from n on are copied.

@@ -5,19 +5,13 @@
 
 use cubecl::prelude::*;
 
-use crate::ops::cuda::block::{RowOffsets, sum_row, sum_vector};
+use crate::ops::cuda::block::{RowOffsets, RowSplit, inside, sum_row, sum_vector, write_sum};
 
 /// The compile-time configuration of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct NormConfig {
-    /// Threads per row: a power of two up to 32, or a multiple of 32, the whole block.
-    pub threads: usize,
-    /// Vectors of a row per thread.
-    pub held: usize,
-    /// Rows that a block handles at a time.
-    pub groups: usize,
-    /// Whether all threads hold the same number of vectors, so that no bounds check is needed.
-    pub even: bool,
+    /// How rows are split among threads.
+    pub split: RowSplit,
     /// Whether the mean is subtracted, as in layer norm.
     pub centred: bool,
     /// Whether there is a bias.
@@ -47,22 +41,22 @@ pub fn forward<E: Float, N: Size>(
     #[comptime] config: NormConfig,
     #[define(E)] _dtype: StorageType,
 ) {
-    let threads = comptime!(config.threads);
+    let threads = comptime!(config.split.threads);
     let vectors = vectors as usize;
     let lane = UNIT_POS as usize % threads;
     // Groups past the last row repeat it and write the same bits again.
-    let row = CUBE_POS_X as usize * config.groups + UNIT_POS as usize / threads;
+    let row = CUBE_POS_X as usize * config.split.groups + UNIT_POS as usize / threads;
     let row = min(row, rows as usize - 1);
     let start = offsets.start(row);
     let mut scratch = SharedMemory::<f32>::new(comptime!(threads.div_ceil(32)));
     let mut sum = Array::<f32>::new(1usize);
 
     // 1. The row, and its mean.
-    let mut held = Array::<Vector<E, N>>::new(config.held);
+    let mut held = Array::<Vector<E, N>>::new(config.split.held);
     let mut total = Vector::<f32, N>::cast_from(0f32);
     load_row::<E, N>(x, &mut held, start, lane, vectors, config);
     #[unroll]
-    for i in 0..config.held {
+    for i in 0..config.split.held {
         total += Vector::cast_from(held[i]);
     }
     let mut mean = f32::cast_from(0f32);
@@ -75,8 +69,8 @@ pub fn forward<E: Float, N: Size>(
     // 2. The mean square of the deviations.
     let mut squares = Vector::<f32, N>::cast_from(0f32);
     #[unroll]
-    for i in 0..config.held {
-        if inside(lane + i * threads, vectors, config.even) {
+    for i in 0..config.split.held {
+        if inside(lane + i * threads, vectors, config.split.even) {
             let deviation = Vector::<f32, N>::cast_from(held[i]) - Vector::cast_from(mean);
             squares += deviation * deviation;
         }
@@ -91,9 +85,9 @@ pub fn forward<E: Float, N: Size>(
         statistics[row * 2 + 1] = mean;
     }
     #[unroll]
-    for i in 0..config.held {
+    for i in 0..config.split.held {
         let at = lane + i * threads;
-        if inside(at, vectors, config.even) {
+        if inside(at, vectors, config.split.even) {
             let deviation = Vector::<f32, N>::cast_from(held[i]) - Vector::cast_from(mean);
             let mut value = deviation * Vector::cast_from(inverse) * weight[at];
             if config.biased {
@@ -129,23 +123,23 @@ pub fn backward<E: Float, N: Size>(
     #[comptime] config: NormConfig,
     #[define(E)] _dtype: StorageType,
 ) {
-    let threads = comptime!(config.threads);
+    let threads = comptime!(config.split.threads);
     let vectors = vectors as usize;
     let rows = rows as usize;
     let lane = UNIT_POS as usize % threads;
     let group = UNIT_POS as usize / threads;
     let mut scratch = SharedMemory::<f32>::new(comptime!(2 * threads.div_ceil(32)));
     let mut sums = Array::<f32>::new(2usize);
-    let mut dw = zeros::<N>(config.held);
-    let mut db = zeros::<N>(config.held);
-    let mut held_x = Array::<Vector<E, N>>::new(config.held);
-    let mut held_dy = Array::<Vector<E, N>>::new(config.held);
-    let mut next_x = Array::<Vector<E, N>>::new(config.held);
-    let mut next_dy = Array::<Vector<E, N>>::new(config.held);
-    let mut held_dx = Array::<Vector<E, N>>::new(config.held);
+    let mut dw = zeros::<N>(config.split.held);
+    let mut db = zeros::<N>(config.split.held);
+    let mut held_x = Array::<Vector<E, N>>::new(config.split.held);
+    let mut held_dy = Array::<Vector<E, N>>::new(config.split.held);
+    let mut next_x = Array::<Vector<E, N>>::new(config.split.held);
+    let mut next_dy = Array::<Vector<E, N>>::new(config.split.held);
+    let mut held_dx = Array::<Vector<E, N>>::new(config.split.held);
 
-    let stride = CUBE_COUNT_X as usize * config.groups;
-    let first = CUBE_POS_X as usize * config.groups;
+    let stride = CUBE_COUNT_X as usize * config.split.groups;
+    let first = CUBE_POS_X as usize * config.split.groups;
     let rounds = (rows - first + stride - 1) / stride;
     // Groups past the last row repeat it, without adding it to the sums.
     let row = min(first + group, rows - 1);
@@ -159,7 +153,7 @@ pub fn backward<E: Float, N: Size>(
         let inverse = Vector::<f32, N>::cast_from(next_inverse);
         let mean = Vector::<f32, N>::cast_from(next_mean);
         #[unroll]
-        for i in 0..config.held {
+        for i in 0..config.split.held {
             held_x[i] = next_x[i];
             held_dy[i] = next_dy[i];
         }
@@ -179,9 +173,9 @@ pub fn backward<E: Float, N: Size>(
         let mut shift = Vector::<f32, N>::cast_from(0f32);
         let mut slope = Vector::<f32, N>::cast_from(0f32);
         #[unroll]
-        for i in 0..config.held {
+        for i in 0..config.split.held {
             let at = lane + i * threads;
-            if inside(at, vectors, config.even) {
+            if inside(at, vectors, config.split.even) {
                 let hat = (Vector::cast_from(held_x[i]) - mean) * inverse;
                 let dy = Vector::<f32, N>::cast_from(held_dy[i]);
                 let g = dy * weight[at];
@@ -208,9 +202,9 @@ pub fn backward<E: Float, N: Size>(
         let slope = Vector::<f32, N>::cast_from(sums[0] * scale);
         let shift = Vector::<f32, N>::cast_from(sums[1] * scale);
         #[unroll]
-        for i in 0..config.held {
+        for i in 0..config.split.held {
             let at = lane + i * threads;
-            if (own < rows) & inside(at, vectors, config.even) {
+            if (own < rows) & inside(at, vectors, config.split.even) {
                 let hat = (Vector::cast_from(held_x[i]) - mean) * inverse;
                 let g = Vector::<f32, N>::cast_from(held_dy[i]) * weight[at];
                 let mut value = (g - shift - hat * slope) * inverse;
@@ -225,62 +219,10 @@ pub fn backward<E: Float, N: Size>(
     // 3. The block's sums.
     let kinds = comptime!(if config.biased { 2 } else { 1 });
     let out = CUBE_POS_X as usize * kinds * vectors;
-    write_sum::<N>(&dw, parts, out, vectors, config);
+    write_sum::<N>(&dw, parts, out, vectors, config.split);
     if config.biased {
-        write_sum::<N>(&db, parts, out + vectors, vectors, config);
+        write_sum::<N>(&db, parts, out + vectors, vectors, config.split);
     }
-}
-
-/// Writes the sum over the block's groups, `[vectors]`, in a fixed order.
-#[cube]
-fn write_sum<N: Size>(
-    held: &Array<Vector<f32, N>>,
-    parts: &mut Array<Vector<f32, N>>,
-    out: usize,
-    vectors: usize,
-    #[comptime] config: NormConfig,
-) {
-    let threads = comptime!(config.threads);
-    if comptime!(config.groups == 1) {
-        #[unroll]
-        for i in 0..config.held {
-            let at = UNIT_POS as usize + i * threads;
-            if inside(at, vectors, config.even) {
-                parts[out + at] = held[i];
-            }
-        }
-    } else {
-        let columns = comptime!(threads * config.held);
-        let lane = UNIT_POS as usize % threads;
-        let group = UNIT_POS as usize / threads;
-        let mut all = SharedMemory::<Vector<f32, N>>::new(comptime!(config.groups * columns));
-        #[unroll]
-        for i in 0..config.held {
-            all[group * columns + lane + i * threads] = held[i];
-        }
-        sync_cube();
-        let mut at = UNIT_POS as usize;
-        while at < vectors {
-            let mut sum = all[at];
-            #[unroll]
-            for group in 1..config.groups {
-                sum += all[group * columns + at];
-            }
-            parts[out + at] = sum;
-            at += CUBE_DIM as usize;
-        }
-        sync_cube();
-    }
-}
-
-/// Whether vector `at` is inside the row.
-#[cube]
-fn inside(at: usize, vectors: usize, #[comptime] even: bool) -> bool {
-    let mut inside = true;
-    if comptime!(!even) {
-        inside = at < vectors;
-    }
-    inside
 }
 
 /// A thread's vectors of the row at `start`; zeros past its end.
@@ -294,10 +236,10 @@ fn load_row<E: Float, N: Size>(
     #[comptime] config: NormConfig,
 ) {
     #[unroll]
-    for i in 0..config.held {
-        let at = lane + i * config.threads;
+    for i in 0..config.split.held {
+        let at = lane + i * config.split.threads;
         held[i] = Vector::cast_from(0f32);
-        if inside(at, vectors, config.even) {
+        if inside(at, vectors, config.split.even) {
             held[i] = x[start + at];
         }
     }

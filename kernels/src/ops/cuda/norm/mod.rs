@@ -5,6 +5,7 @@ mod kernel;
 use burn::tensor::DType;
 
 use self::kernel::{NormConfig, backward as backward_kernel, forward as forward_kernel};
+use super::block::RowSplit;
 use super::rows::RowOrder;
 use super::sums::columns;
 use super::{CudaTensor, as_u32, blocks, buffer, dim, elements, lanes, supported, vector};
@@ -42,7 +43,8 @@ impl Norm {
         };
         let held = vectors.div_ceil(threads);
         let even = vectors == threads * held;
-        NormConfig { threads, held, groups, even, centred: self.centred, biased, adds: false }
+        let split = RowSplit { threads, held, groups, even };
+        NormConfig { split, centred: self.centred, biased, adds: false }
     }
 
     /// The norm of each row, in the memory order of `x`. Saves `x`, `weight` and statistics.
@@ -73,8 +75,8 @@ impl Norm {
         unsafe {
             forward_kernel::launch_unchecked(
                 &x.client,
-                blocks(rows, config.groups),
-                dim(config.threads * config.groups),
+                blocks(rows, config.split.groups),
+                dim(config.split.threads * config.split.groups),
                 lanes,
                 buffer(&x, lanes),
                 buffer(&weight, lanes),
@@ -113,8 +115,8 @@ impl Norm {
         let mut config = self.config(width / lanes, 1, biased);
         config.adds = sum.is_some();
         let dx = sum.unwrap_or_else(|| order.empty(x, x.dtype));
-        let most = PROCESSORS * (512 / (config.threads * config.groups)).max(1);
-        let parts = rows.div_ceil(config.groups).min(most);
+        let most = PROCESSORS * (512 / (config.split.threads * config.split.groups)).max(1);
+        let parts = rows.div_ceil(config.split.groups).min(most);
         let row = if biased { 2 * width } else { width };
         let sums = empty(x, &[parts, row], DType::F32);
         // SAFETY: the arguments have the sizes that the kernel's documentation asks for.
@@ -122,7 +124,7 @@ impl Norm {
             backward_kernel::launch_unchecked(
                 &x.client,
                 blocks(parts, 1),
-                dim(config.threads * config.groups),
+                dim(config.split.threads * config.split.groups),
                 lanes,
                 buffer(x, lanes),
                 buffer(&grad, lanes),

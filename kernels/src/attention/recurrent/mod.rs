@@ -1,5 +1,7 @@
-//! What the variants with a constant-size state share: layouts, the step size of a decay, and log decays
-//! that reset the state at the start of a document.
+//! What the variants with a constant-size state share: a token's step in decoding, layouts, the step size of a decay,
+//! and log decays that reset the state at the start of a document.
+
+pub mod step;
 
 use burn::tensor::{Bool, Int, Tensor};
 use longwall_config::Problems;
@@ -7,10 +9,11 @@ use longwall_config::Problems;
 use super::{AttentionShape, DecodeState, DocumentStarts, Init};
 use crate::backend::OpBackend;
 use crate::ops::activation::log_sigmoid;
+use crate::ops::rms_norm::rms_norm;
 
 /// Log decay of the step into a new document: its exponential is exactly 0, and so is that of any
 /// sum that contains it.
-const FORGET: f32 = -1e5;
+pub const FORGET: f32 = -1e5;
 
 /// S after the tokens so far.
 #[derive(Clone, Debug, Default)]
@@ -93,6 +96,13 @@ pub fn validate_value_dim(key: &str, value_dim: Option<usize>, problems: &mut Pr
         format!("from 1 to {MOST_VALUE_DIM}"),
         "leave it out for the default",
     );
+}
+
+/// x · length / √(‖x‖² + eps) over the last dimension.
+pub fn unit<B: OpBackend>(x: Tensor<B, 4>, length: f32, eps: f32) -> Tensor<B, 4> {
+    let d = x.dims()[3];
+    let weight = Tensor::full([d], length / (d as f32).sqrt(), &x.device());
+    rms_norm(x, weight, eps / d as f32)
 }
 
 /// Δ = softplus(x + b), the step size of a decay −e^a Δ (Dao and Gu, "Mamba-2", 2024): `logits` x and the

@@ -1,0 +1,558 @@
+//! The core for states each of whose channels decays at its own rate (`docs/chunked.md`, "A decay per channel").
+//!
+//! S_t = diag(α_t) S_{t−1} + what the token writes, and o_t = q_t S_t. See [`Update`] for what it writes.
+//!
+//! 1. `transform`: what each chunk does to the state, S' = (diag(decay) + G) S + Kᵀ V.
+//! 2. `queries`: what its queries read, o = Q S + C V.
+//! 3. `scan`: the state before each chunk.
+//! 4. `output`.
+//!
+//! Backward, the scan from the last chunk to the first, the values' gradients, and `gradients`, which goes back through 1
+//! and 2. Every sum has one owner and a fixed order: equal inputs give equal bits.
+
+mod gradients;
+mod levels;
+mod near;
+mod output;
+mod queries;
+mod scan;
+#[cfg(test)]
+mod tests;
+mod transform;
+
+use burn::tensor::DType;
+use cubecl::cuda::CudaRuntime;
+use cubecl::prelude::*;
+
+use self::gradients::GradientArraysLaunch;
+use self::output::OutputArraysLaunch;
+use self::queries::QueryArraysLaunch;
+use self::scan::ScanArraysLaunch;
+use self::transform::TransformArraysLaunch;
+use super::memory::SizesLaunch;
+use super::{CHUNK_TOKENS, States, THREADS, serves};
+use crate::attention::AttentionShape;
+use crate::cuda::{CudaTensor, buffer, contiguous, empty, multiprocessors};
+use crate::ops::cuda::{as_u32, dim, dims, nothing};
+use crate::tile::{CHUNK, Chunk};
+
+/// What a token writes to the state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Update {
+    /// k_tᵀ v_t.
+    Additive,
+    /// k_tᵀ β_t (v_t − k_t diag(α_t) S_{t−1}).
+    Delta,
+    /// k_tᵀ v_t − b_tᵀ z_t S_{t−1}, with a removal key z and a correction b.
+    Replace,
+}
+
+/// The compile-time configuration of the kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct DiagonalConfig {
+    /// Channels of a query and a key, a multiple of 16, at most 128.
+    head_dim: usize,
+    /// Channels of a value, a multiple of 16.
+    value_dim: usize,
+    /// Channels of a value that are in shared memory at a time: 16, 32 or 64, a divisor of `value_dim`.
+    columns: usize,
+    update: Update,
+}
+
+impl DiagonalConfig {
+    const fn parts(&self) -> usize {
+        self.value_dim / self.columns
+    }
+
+    /// Whether tokens correct the state.
+    const fn corrects(&self) -> bool {
+        !matches!(self.update, Update::Additive)
+    }
+
+    /// Kinds of vectors that are written: corrections, and keys beside them.
+    const fn writers(&self) -> usize {
+        if self.reads_before() { 2 } else { 1 }
+    }
+
+    /// Whether a removal key reads the state before its token's decay.
+    const fn reads_before(&self) -> bool {
+        matches!(self.update, Update::Replace)
+    }
+
+    /// The row of sums, from its token's on, up to which a removal key reads.
+    const fn reads_after(&self) -> usize {
+        if self.reads_before() { 0 } else { 1 }
+    }
+
+    /// Whether corrections have weights, β.
+    const fn is_weighted(&self) -> bool {
+        matches!(self.update, Update::Delta)
+    }
+
+    /// What corrections do.
+    const fn corrects_by(&self) -> levels::Role {
+        if self.is_weighted() { levels::Role::WritesWeighted } else { levels::Role::Writes }
+    }
+
+    /// Fragments of a warp's part of 64 tokens of head_dim channels.
+    const fn fragments(&self) -> usize {
+        super::product::Product::ab(NOWHERE, NOWHERE, [CHUNK_TOKENS, self.head_dim, 16]).fragments()
+    }
+}
+
+/// For products of which only the size matters.
+const NOWHERE: super::product::Matrix = super::product::Matrix::new(0, 16);
+
+/// The inputs of the kernels. Without a correction of its own, an update's correction is its key, and so is its
+/// removal key.
+#[derive(CubeType, CubeLaunch)]
+pub struct DiagonalInputs {
+    /// `[rows, group, tokens, head_dim]`
+    pub q: Array<Chunk>,
+    /// z, `[rows, tokens, head_dim]`.
+    pub removal: Array<Chunk>,
+    /// b, likewise.
+    pub correction: Array<Chunk>,
+    /// k, likewise.
+    pub key: Array<Chunk>,
+    /// `[rows, tokens, head_dim]`
+    pub log_decay: Array<f32>,
+    /// β, `[rows, tokens]`.
+    pub beta: Array<f32>,
+}
+
+/// The inputs of a call. A row is one kv head of one sequence; `group` query heads read its state.
+#[derive(Clone, Debug)]
+pub struct Diagonal {
+    /// `[rows, group, seq_len, head_dim]` in bf16, times the scale.
+    pub q: CudaTensor,
+    /// `[rows, seq_len, head_dim]` in bf16.
+    pub k: CudaTensor,
+    /// `[rows, seq_len, value_dim]` in bf16.
+    pub v: CudaTensor,
+    /// `[rows, seq_len, head_dim]` in f32, at most 0.
+    pub log_decay: CudaTensor,
+    /// What corrects the state.
+    pub corrections: Corrections,
+}
+
+/// What an update takes beside keys and values.
+#[derive(Clone, Debug)]
+pub enum Corrections<T = CudaTensor> {
+    /// Nothing.
+    None,
+    /// β, `[rows, seq_len, 1]` in f32, at least 0, for the delta rule.
+    Weights(T),
+    /// Removal keys z and corrections b, `[rows, seq_len, head_dim]` each; in bf16 where the core takes them.
+    Vectors {
+        /// z
+        removal: T,
+        /// b
+        correction: T,
+    },
+}
+
+impl<T> Corrections<T> {
+    /// The update that takes them.
+    pub fn update(&self) -> Update {
+        match self {
+            Corrections::None => Update::Additive,
+            Corrections::Weights(_) => Update::Delta,
+            Corrections::Vectors { .. } => Update::Replace,
+        }
+    }
+
+    /// With each tensor replaced.
+    pub fn map<U>(self, f: impl Fn(T) -> U) -> Corrections<U> {
+        match self {
+            Corrections::None => Corrections::None,
+            Corrections::Weights(beta) => Corrections::Weights(f(beta)),
+            Corrections::Vectors { removal, correction } => {
+                Corrections::Vectors { removal: f(removal), correction: f(correction) }
+            }
+        }
+    }
+}
+
+/// The gradients of a call's inputs: of their shapes and types, in the same places.
+pub type Grads = Diagonal;
+
+/// What the forward pass leaves for the backward pass: what each chunk does and what is read of it, whatever its values
+/// are, and the states.
+#[derive(Clone, Debug)]
+pub struct Saved {
+    /// K, `[rows, seq_len, head_dim]` in bf16.
+    keys: CudaTensor,
+    /// `[rows, chunks, head_dim]` in f32.
+    decay: CudaTensor,
+    /// Q, `[rows, group, seq_len, head_dim]` in bf16.
+    queries: CudaTensor,
+    /// C, `[rows, group, chunks, 64, 64]` in bf16.
+    scores: CudaTensor,
+    /// The states before the chunks, `[rows, chunks, head_dim, value_dim]` in bf16.
+    states: CudaTensor,
+    corrected: Option<Corrected>,
+}
+
+/// What there is for corrections, in bf16.
+#[derive(Clone, Debug)]
+struct Corrected {
+    /// G, `[rows, chunks, head_dim, head_dim]`.
+    change: CudaTensor,
+    /// T, `[rows, chunks, 64, 64]`.
+    transfer: CudaTensor,
+    /// W, `[rows, chunks, 64, head_dim]`.
+    reads: CudaTensor,
+    /// Y, as T.
+    inverse: CudaTensor,
+    /// D, as C.
+    of_corrections: CudaTensor,
+}
+
+impl Saved {
+    /// The tensors, in a fixed order.
+    pub fn into_tensors(self) -> Vec<CudaTensor> {
+        let Saved { keys, decay, queries, scores, states, corrected } = self;
+        let corrected = corrected
+            .into_iter()
+            .flat_map(|x| [x.change, x.transfer, x.reads, x.inverse, x.of_corrections]);
+        [keys, decay, queries, scores, states].into_iter().chain(corrected).collect()
+    }
+
+    /// The inverse of [`Saved::into_tensors`].
+    ///
+    /// # Panics
+    /// For another number of tensors.
+    pub fn from_tensors(tensors: &[CudaTensor]) -> Self {
+        let [keys, decay, queries, scores, states, corrected @ ..] = tensors else {
+            panic!("{} tensors saved", tensors.len())
+        };
+        let corrected = match corrected {
+            [] => None,
+            [change, transfer, reads, inverse, of_corrections] => {
+                let [change, transfer, reads, inverse, of_corrections] =
+                    [change, transfer, reads, inverse, of_corrections].map(CudaTensor::clone);
+                Some(Corrected { change, transfer, reads, inverse, of_corrections })
+            }
+            _ => panic!("{} tensors saved", tensors.len()),
+        };
+        let [keys, decay, queries, scores, states] =
+            [keys, decay, queries, scores, states].map(CudaTensor::clone);
+        Saved { keys, decay, queries, scores, states, corrected }
+    }
+}
+
+/// Bytes per token that the core saves of a layer beside its inputs.
+pub fn saved_bytes(update: Update, shape: &AttentionShape, value_dim: usize) -> f64 {
+    let (d, chunk) = (shape.head_dim as f64, CHUNK_TOKENS as f64);
+    let corrects = f64::from(u8::from(update != Update::Additive));
+    // Of each query head Q, C and D; of each row K, the decay in f32, the states, and G, T, W and Y.
+    let of_head = d + chunk * (1.0 + corrects);
+    let of_row = d + 2.0 * d / chunk + d * value_dim as f64 / chunk;
+    let of_row = of_row + corrects * (d * d / chunk + d + 2.0 * chunk);
+    2.0 * (shape.heads as f64 * of_head + shape.kv_heads as f64 * of_row)
+}
+
+impl Diagonal {
+    /// With tensors that are contiguous.
+    ///
+    /// # Panics
+    /// Where shapes disagree, or [`serves`] is false.
+    fn checked(&self) -> Self {
+        let [rows, group, seq_len, d] = dims(&self.q)[..] else { panic!("q of 4 dimensions") };
+        let value_dim = dims(&self.v)[2];
+        let check = |name: &str, x: &CudaTensor, channels: usize, dtype: DType| {
+            assert_eq!(dims(x), [rows, seq_len, channels], "the shape of {name}");
+            assert_eq!(x.dtype, dtype, "the type of {name}");
+            contiguous(x)
+        };
+        assert!(serves(self.q.dtype, d, value_dim), "{d} and {value_dim} of {:?}", self.q.dtype);
+        // Kernels count pairs of elements in 32 bits.
+        let tokens = rows * seq_len.next_multiple_of(CHUNK_TOKENS);
+        let states = tokens / CHUNK_TOKENS * d * d.max(value_dim);
+        let most = states.max(tokens * group * d.max(value_dim).max(CHUNK_TOKENS)) / 2;
+        assert!(u32::try_from(most).is_ok(), "{most} pairs of q, of the output or of states");
+        Diagonal {
+            q: contiguous(&self.q),
+            k: check("k", &self.k, d, DType::BF16),
+            v: check("v", &self.v, value_dim, DType::BF16),
+            log_decay: check("the log decays", &self.log_decay, d, DType::F32),
+            corrections: match &self.corrections {
+                Corrections::None => Corrections::None,
+                Corrections::Weights(beta) => {
+                    Corrections::Weights(check("beta", beta, 1, DType::F32))
+                }
+                Corrections::Vectors { removal, correction } => Corrections::Vectors {
+                    removal: check("the removal keys", removal, d, DType::BF16),
+                    correction: check("the corrections", correction, d, DType::BF16),
+                },
+            },
+        }
+    }
+
+    /// `[rows, group, seq_len, head_dim, value_dim]`
+    fn sizes(&self) -> [usize; 5] {
+        let [rows, group, seq_len, d] = dims(&self.q)[..] else { unreachable!("4 dimensions") };
+        [rows, group, seq_len, d, dims(&self.v)[2]]
+    }
+
+    fn chunks(&self) -> usize {
+        self.sizes()[2].div_ceil(CHUNK_TOKENS)
+    }
+
+    fn launch_sizes(&self) -> SizesLaunch<CudaRuntime> {
+        let [_, group, seq_len, ..] = self.sizes();
+        SizesLaunch::new(as_u32(seq_len), as_u32(self.chunks()), as_u32(group))
+    }
+
+    /// The configuration of kernels that hold at most `most` channels of values in shared memory.
+    fn config(&self, most: usize) -> DiagonalConfig {
+        let [.., head_dim, value_dim] = self.sizes();
+        let mut columns = most;
+        while !value_dim.is_multiple_of(columns) {
+            columns /= 2;
+        }
+        DiagonalConfig { head_dim, value_dim, columns, update: self.corrections.update() }
+    }
+
+    /// The configuration of scans: the widest parts that still give all multiprocessors a block.
+    fn scan_config(&self) -> DiagonalConfig {
+        let enough = |most: usize| {
+            let parts = self.config(most).parts();
+            self.sizes()[0] * parts >= multiprocessors(&self.q.client)
+        };
+        let most = [32].into_iter().find(|most| enough(*most)).unwrap_or(16);
+        self.config(most)
+    }
+
+    fn inputs(&self) -> DiagonalInputsLaunch<CudaRuntime> {
+        let (removal, correction, beta) = match &self.corrections {
+            Corrections::None => (&self.k, &self.k, None),
+            Corrections::Weights(beta) => (&self.k, &self.k, Some(beta)),
+            Corrections::Vectors { removal, correction } => (removal, correction, None),
+        };
+        DiagonalInputsLaunch::new(
+            buffer(&self.q, CHUNK),
+            buffer(removal, CHUNK),
+            buffer(correction, CHUNK),
+            buffer(&self.k, CHUNK),
+            buffer(&self.log_decay, 1),
+            beta.map_or_else(|| nothing(&self.log_decay), |beta| buffer(beta, 1)),
+        )
+    }
+
+    /// y `[rows, group, seq_len, value_dim]` in bf16.
+    pub fn forward(&self) -> (CudaTensor, Saved) {
+        self.run(&States::default())
+    }
+
+    /// As [`forward`](Self::forward), without gradients, from the state `before` the first token, 0 if there is none: y,
+    /// and the state after the last token. States are `[rows, head_dim, value_dim]` in f32.
+    ///
+    /// # Panics
+    /// When the state has another shape or type.
+    pub fn extend(&self, before: Option<&CudaTensor>) -> [CudaTensor; 2] {
+        let [rows, _, _, d, value_dim] = self.sizes();
+        let states = States::between(before, &self.q, [rows, d, value_dim]);
+        let (y, _) = self.run(&states);
+        [y, states.after.expect("the state after the last token")]
+    }
+
+    /// As [`forward`](Self::forward), between states.
+    pub(super) fn run(&self, end_states: &States) -> (CudaTensor, Saved) {
+        let call = self.checked();
+        let [rows, group, seq_len, d, value_dim] = call.sizes();
+        let (chunks, like, all) = (call.chunks(), &call.q, CHUNK_TOKENS);
+        let of = |shape: &[usize]| empty(like, shape, DType::BF16);
+        let corrects = call.corrections.update() != Update::Additive;
+        let saved = Saved {
+            keys: of(&[rows, seq_len, d]),
+            decay: empty(like, &[rows, chunks, d], DType::F32),
+            queries: of(&[rows, group, seq_len, d]),
+            scores: of(&[rows, group, chunks, all, all]),
+            states: of(&[rows, chunks, d, value_dim]),
+            corrected: corrects.then(|| Corrected {
+                change: of(&[rows, chunks, d, d]),
+                transfer: of(&[rows, chunks, all, all]),
+                reads: of(&[rows, chunks, all, d]),
+                inverse: of(&[rows, chunks, all, all]),
+                of_corrections: of(&[rows, group, chunks, all, all]),
+            }),
+        };
+        let Saved { keys, decay, queries, scores, states, corrected } = &saved;
+        let corrected = corrected.as_ref();
+        let or_nothing = |x: Option<&CudaTensor>, lanes| buffer(x.unwrap_or(keys), lanes);
+        let o = of(&[rows, group, seq_len, value_dim]);
+        let config = call.config(64);
+        // SAFETY: the kernels stay within the rows' tokens and chunks.
+        unsafe {
+            transform::diagonal_transform::launch_unchecked::<CudaRuntime>(
+                &like.client,
+                CubeCount::Static(as_u32(rows * chunks), 1, 1),
+                dim(THREADS),
+                call.inputs(),
+                TransformArraysLaunch::new(
+                    buffer(keys, 2),
+                    buffer(decay, 1),
+                    or_nothing(corrected.map(|x| &x.change), 2),
+                    or_nothing(corrected.map(|x| &x.transfer), CHUNK),
+                    or_nothing(corrected.map(|x| &x.reads), 2),
+                    or_nothing(corrected.map(|x| &x.inverse), CHUNK),
+                ),
+                call.launch_sizes(),
+                config,
+            );
+            queries::diagonal_queries::launch_unchecked::<CudaRuntime>(
+                &like.client,
+                CubeCount::Static(as_u32(rows * group * chunks), 1, 1),
+                dim(THREADS),
+                call.inputs(),
+                QueryArraysLaunch::new(
+                    or_nothing(corrected.map(|x| &x.transfer), CHUNK),
+                    or_nothing(corrected.map(|x| &x.reads), CHUNK),
+                    buffer(queries, 2),
+                    buffer(scores, 2),
+                    or_nothing(corrected.map(|x| &x.of_corrections), 2),
+                ),
+                call.launch_sizes(),
+                config,
+            );
+        }
+        call.scan(&saved, &call.v, states, end_states, false);
+        // SAFETY: as above.
+        unsafe {
+            output::diagonal_output::launch_unchecked::<CudaRuntime>(
+                &like.client,
+                CubeCount::Static(as_u32(rows * group * chunks), 1, 1),
+                dim(THREADS),
+                OutputArraysLaunch::new(
+                    buffer(queries, CHUNK),
+                    buffer(scores, CHUNK),
+                    buffer(&call.v, CHUNK),
+                    buffer(states, CHUNK),
+                    buffer(&o, 2),
+                ),
+                call.launch_sizes(),
+                config,
+            );
+        }
+        (o, saved)
+    }
+
+    /// Computes the states before the chunks; or, `back`, the gradients of those after them, where `values` is that of
+    /// the output.
+    fn scan(
+        &self,
+        saved: &Saved,
+        values: &CudaTensor,
+        states: &CudaTensor,
+        end_states: &States,
+        back: bool,
+    ) {
+        let config = self.scan_config();
+        let vectors = if back { &saved.queries } else { &saved.keys };
+        let change = saved.corrected.as_ref().map_or(vectors, |x| &x.change);
+        // SAFETY: as in `forward`.
+        unsafe {
+            scan::diagonal_scan::launch_unchecked::<CudaRuntime>(
+                &self.q.client,
+                CubeCount::Static(as_u32(self.sizes()[0] * config.parts()), 1, 1),
+                dim(THREADS),
+                ScanArraysLaunch::new(
+                    buffer(vectors, CHUNK),
+                    buffer(values, CHUNK),
+                    buffer(&saved.decay, 1),
+                    buffer(change, CHUNK),
+                    buffer(states, CHUNK),
+                ),
+                end_states.launch(&self.q),
+                self.launch_sizes(),
+                back,
+                end_states.hand_over(),
+                config,
+            );
+        }
+    }
+
+    /// The gradients, where `grad` is that of y.
+    ///
+    /// # Panics
+    /// When its shape or type is another than y's.
+    pub fn backward(&self, saved: &Saved, grad: &CudaTensor) -> Grads {
+        let call = self.checked();
+        let [rows, group, seq_len, d, value_dim] = call.sizes();
+        assert_eq!(dims(grad), [rows, group, seq_len, value_dim], "the shape of the gradient");
+        assert_eq!(grad.dtype, DType::BF16, "the type of the gradient");
+        let (d_o, like) = (contiguous(grad), &call.q);
+        let d_states = empty(like, &[rows, call.chunks(), d, value_dim], DType::BF16);
+        call.scan(saved, &d_o, &d_states, &States::default(), true);
+        let vectors = || empty(like, &[rows, seq_len, d], DType::BF16);
+        let grads = Diagonal {
+            q: empty(like, &[rows, group, seq_len, d], DType::BF16),
+            k: vectors(),
+            v: empty(like, &[rows, seq_len, value_dim], DType::BF16),
+            log_decay: empty(like, &[rows, seq_len, d], DType::F32),
+            corrections: match &call.corrections {
+                Corrections::None => Corrections::None,
+                Corrections::Weights(_) => {
+                    Corrections::Weights(empty(like, &[rows, seq_len, 1], DType::F32))
+                }
+                Corrections::Vectors { .. } => {
+                    Corrections::Vectors { removal: vectors(), correction: vectors() }
+                }
+            },
+        };
+        let number = rows * call.chunks();
+        let config = call.config(64);
+        let corrected = saved.corrected.as_ref();
+        let or_nothing = |x: Option<&CudaTensor>| buffer(x.unwrap_or(&saved.keys), CHUNK);
+        let (d_removal, d_correction, d_beta) = match &grads.corrections {
+            // The key is what is written.
+            Corrections::None => (&grads.k, &grads.k, None),
+            Corrections::Weights(beta) => (&grads.k, &grads.k, Some(beta)),
+            Corrections::Vectors { removal, correction } => (removal, correction, None),
+        };
+        // SAFETY: as in `forward`.
+        unsafe {
+            output::diagonal_values::launch_unchecked::<CudaRuntime>(
+                &like.client,
+                CubeCount::Static(as_u32(number * config.parts()), 1, 1),
+                dim(THREADS),
+                OutputArraysLaunch::new(
+                    buffer(&saved.keys, CHUNK),
+                    buffer(&saved.scores, CHUNK),
+                    buffer(&d_o, CHUNK),
+                    buffer(&d_states, CHUNK),
+                    buffer(&grads.v, 2),
+                ),
+                call.launch_sizes(),
+                config,
+            );
+            gradients::diagonal_gradients::launch_unchecked::<CudaRuntime>(
+                &like.client,
+                CubeCount::Static(as_u32(number), 1, 1),
+                dim(THREADS),
+                call.inputs(),
+                GradientArraysLaunch::new(
+                    buffer(&d_o, CHUNK),
+                    buffer(&call.v, CHUNK),
+                    buffer(&saved.states, CHUNK),
+                    buffer(&d_states, CHUNK),
+                    or_nothing(corrected.map(|x| &x.transfer)),
+                    or_nothing(corrected.map(|x| &x.reads)),
+                    or_nothing(corrected.map(|x| &x.inverse)),
+                    or_nothing(corrected.map(|x| &x.of_corrections)),
+                    buffer(&grads.q, 2),
+                    buffer(d_removal, 2),
+                    buffer(d_correction, 2),
+                    buffer(&grads.k, 2),
+                    buffer(&grads.log_decay, 1),
+                    d_beta.map_or_else(|| nothing(&grads.log_decay), |beta| buffer(beta, 1)),
+                ),
+                call.launch_sizes(),
+                config,
+            );
+        }
+        grads
+    }
+}

@@ -1,0 +1,193 @@
+//! The outputs, and the gradients of the values.
+
+use cubecl::prelude::*;
+
+use super::super::memory::{ChunkOf, Sizes, load};
+use super::super::product::{Matrix, Product, WarpTile, add_product, write_rows};
+use super::super::{CHUNK_TOKENS, THREADS};
+use super::DiagonalConfig;
+use crate::tile::roles::two_blocks_per_multiprocessor;
+use crate::tile::{Bf16Pair, CHUNK, Chunk, keep_loop, zeros};
+
+/// What the kernels read, and their result.
+#[derive(CubeType, CubeLaunch)]
+pub struct OutputArrays {
+    /// Q, `[rows, group, tokens, head_dim]`; for the gradients K, `[rows, tokens, head_dim]`.
+    pub vectors: Array<Chunk>,
+    /// C, `[rows, group, chunks, 64, 64]`.
+    pub scores: Array<Chunk>,
+    /// v, `[rows, tokens, value_dim]`; for the gradients do, `[rows, group, tokens, value_dim]`.
+    pub values: Array<Chunk>,
+    /// The states before the chunks, `[rows, chunks, head_dim, value_dim]`; the gradients of those after them.
+    pub states: Array<Chunk>,
+    /// `[rows, group, tokens, value_dim]`; `[rows, tokens, value_dim]`.
+    pub result: Array<Bf16Pair>,
+}
+
+/// The matrices of a block in shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Layout {
+    vectors: Matrix,
+    scores: Matrix,
+    values: Matrix,
+    state: Matrix,
+    chunks: usize,
+}
+
+impl Layout {
+    const fn new(config: &DiagonalConfig) -> Self {
+        let (d, n) = (config.head_dim, config.columns);
+        let vectors = Matrix::new(0, d);
+        let scores = Matrix::new(vectors.end(CHUNK_TOKENS), CHUNK_TOKENS);
+        let values = Matrix::new(scores.end(CHUNK_TOKENS), n);
+        let state = Matrix::new(values.end(CHUNK_TOKENS), n);
+        Layout { vectors, scores, values, state, chunks: state.end(d) }
+    }
+}
+
+/// o = Q S + C V.
+///
+/// Grid: the chunks of all query heads of all rows; [`THREADS`] threads.
+#[cube(launch_unchecked, fast_math = FastMath::all())]
+pub fn diagonal_output(
+    arrays: &mut OutputArrays,
+    sizes: Sizes,
+    #[comptime] config: DiagonalConfig,
+) {
+    two_blocks_per_multiprocessor(comptime!("diagonal_output".to_string()), THREADS);
+    let (d, n) = comptime!((config.head_dim, config.columns));
+    let layout = comptime!(Layout::new(&config));
+    let mut arena = SharedMemory::<Chunk>::new_aligned(comptime!(layout.chunks), 16usize);
+    let (chunks, group) = (sizes.chunks as usize, sizes.group as usize);
+    let (head, chunk) = (CUBE_POS_X as usize / chunks, CUBE_POS_X as usize % chunks);
+    let of = ChunkOf::new(head / group, chunk, &sizes);
+    let query = of.query(head % group, &sizes);
+    let of_k = comptime!(d / CHUNK);
+
+    load(
+        &mut arena,
+        &arrays.vectors,
+        query * of_k,
+        of_k,
+        of.count,
+        layout.vectors,
+        CHUNK_TOKENS,
+        d,
+    );
+    load_scores(&mut arena, &arrays.scores, CUBE_POS_X as usize, layout);
+    let parts = comptime!(config.parts());
+    keep_loop();
+    for part in 0..parts {
+        load_part(&mut arena, arrays, &of, of.token, part, layout, config);
+        sync_cube();
+        let from_state = comptime!(Product::ab(layout.vectors, layout.state, [CHUNK_TOKENS, n, d]));
+        let from_chunk =
+            comptime!(Product::ab(layout.scores, layout.values, [CHUNK_TOKENS, n, CHUNK_TOKENS]));
+        let tile = WarpTile::new(from_chunk);
+        if tile.exists {
+            let mut acc = zeros(comptime!(from_state.fragments()));
+            add_product(&arena, &mut acc, &tile, from_state);
+            add_product(&arena, &mut acc, &tile, from_chunk);
+            let pairs = comptime!(config.value_dim / 2);
+            let base = query * pairs + part * comptime!(n / 2);
+            write_rows(&mut arrays.result, &acc, &tile, base, pairs, of.count, from_chunk);
+        }
+        sync_cube();
+    }
+}
+
+/// dv = Σ Cᵀ do over the query heads + K dS.
+///
+/// Grid: the chunks of all rows · parts, the parts of a chunk after one another; [`THREADS`] threads.
+#[cube(launch_unchecked, fast_math = FastMath::all())]
+pub fn diagonal_values(
+    arrays: &mut OutputArrays,
+    sizes: Sizes,
+    #[comptime] config: DiagonalConfig,
+) {
+    two_blocks_per_multiprocessor(comptime!("diagonal_values".to_string()), THREADS);
+    let (d, n) = comptime!((config.head_dim, config.columns));
+    let layout = comptime!(Layout::new(&config));
+    let mut arena = SharedMemory::<Chunk>::new_aligned(comptime!(layout.chunks), 16usize);
+    let (chunks, group) = (sizes.chunks as usize, sizes.group as usize);
+    let parts = comptime!(config.parts());
+    let (number, part) = (CUBE_POS_X as usize / parts, CUBE_POS_X as usize % parts);
+    let of = ChunkOf::new(number / chunks, number % chunks, &sizes);
+    let of_k = comptime!(d / CHUNK);
+
+    load(
+        &mut arena,
+        &arrays.vectors,
+        of.token * of_k,
+        of_k,
+        of.count,
+        layout.vectors,
+        CHUNK_TOKENS,
+        d,
+    );
+    let from_state = comptime!(Product::ab(layout.vectors, layout.state, [CHUNK_TOKENS, n, d]));
+    let from_chunk =
+        comptime!(Product::atb(layout.scores, layout.values, [CHUNK_TOKENS, n, CHUNK_TOKENS]));
+    let tile = WarpTile::new(from_chunk);
+    let mut acc = zeros(comptime!(from_chunk.fragments()));
+    keep_loop();
+    for head in 0..group {
+        load_part(&mut arena, arrays, &of, of.query(head, &sizes), part, layout, config);
+        let scores = (of.row * group + head) * chunks + of.chunk;
+        load_scores(&mut arena, &arrays.scores, scores, layout);
+        sync_cube();
+        if tile.exists {
+            if head == 0 {
+                add_product(&arena, &mut acc, &tile, from_state);
+            }
+            add_product(&arena, &mut acc, &tile, from_chunk);
+        }
+        sync_cube();
+    }
+    if tile.exists {
+        let pairs = comptime!(config.value_dim / 2);
+        let base = of.token * pairs + part * comptime!(n / 2);
+        write_rows(&mut arrays.result, &acc, &tile, base, pairs, of.count, from_chunk);
+    }
+}
+
+#[cube]
+fn load_scores(
+    arena: &mut SharedMemory<Chunk>,
+    scores: &Array<Chunk>,
+    number: usize,
+    #[comptime] layout: Layout,
+) {
+    let stride = comptime!(CHUNK_TOKENS / CHUNK);
+    let base = number * comptime!(CHUNK_TOKENS * CHUNK_TOKENS / CHUNK);
+    let all = CHUNK_TOKENS.runtime();
+    load(arena, scores, base, stride, all, layout.scores, CHUNK_TOKENS, CHUNK_TOKENS);
+}
+
+/// Reads a part of the values from `token` on, and of the state.
+#[cube]
+fn load_part(
+    arena: &mut SharedMemory<Chunk>,
+    arrays: &OutputArrays,
+    of: &ChunkOf,
+    token: usize,
+    part: usize,
+    #[comptime] layout: Layout,
+    #[comptime] config: DiagonalConfig,
+) {
+    let (d, n) = comptime!((config.head_dim, config.columns));
+    let of_v = comptime!(config.value_dim / CHUNK);
+    let first = part * comptime!(n / CHUNK);
+    load(
+        arena,
+        &arrays.values,
+        token * of_v + first,
+        of_v,
+        of.count,
+        layout.values,
+        CHUNK_TOKENS,
+        n,
+    );
+    let base = of.number * comptime!(d * config.value_dim / CHUNK) + first;
+    load(arena, &arrays.states, base, of_v, d.runtime(), layout.state, d, n);
+}
