@@ -186,17 +186,14 @@ impl<B: OpBackend> Rows<B> {
         let Rows { q, k, v, log_decay, beta } = self;
         let (q, k, v) = (on_cuda(q), on_cuda(k), on_cuda(v));
         let (log_decay, beta) = (on_cuda(log_decay), beta.map(on_cuda));
-        let shape = [dims(&q)[0], dims(&q)[3], dims(&v)[2]];
-        let states = States::between(before.map(on_cuda).as_ref(), &q, shape);
-        let inputs = [&q, &k, &v, &log_decay];
-        let y = match dims(&log_decay)[2] {
-            1 => Chunked::new(update, inputs, beta.as_ref()).run(&states).0,
+        let (before, inputs) = (before.map(on_cuda), [&q, &k, &v, &log_decay]);
+        let [y, after] = match dims(&log_decay)[2] {
+            1 => Chunked::new(update, inputs, beta.as_ref()).extend(before.as_ref()),
             _ => {
                 let call = diagonal(inputs, beta.as_ref(), update);
-                call.expect("an update that the core serves").run(&states).0
+                call.expect("an update that the core serves").extend(before.as_ref())
             }
         };
-        let after = states.after.expect("the state after the last token");
         (tensor(B::from_cuda(y)), tensor(B::from_cuda(after)))
     }
 }
@@ -417,6 +414,18 @@ impl Chunked {
     /// y `[rows, group, seq_len, value_dim]` in bf16.
     pub fn forward(&self) -> (CudaTensor, Saved) {
         self.run(&States::default())
+    }
+
+    /// As [`forward`](Self::forward), without gradients, from the state `before` the first token, 0 if there is none: y,
+    /// and the state after the last token. States are `[rows, head_dim, value_dim]` in f32.
+    ///
+    /// # Panics
+    /// When the state has another shape or type.
+    pub fn extend(&self, before: Option<&CudaTensor>) -> [CudaTensor; 2] {
+        let [rows, _, _, d, value_dim] = self.sizes();
+        let states = States::between(before, &self.q, [rows, d, value_dim]);
+        let (y, _) = self.run(&states);
+        [y, states.after.expect("the state after the last token")]
     }
 
     /// As [`forward`](Self::forward), between states.

@@ -7,8 +7,7 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
 use super::kernel::{
-    Place, TokenSizes, Wide, all, is_first, load, of_head, sigmoids, steps, sum, sums_of_tokens,
-    zeros,
+    Place, TokenSizes, Wide, all, is_first, load, of_head, sigmoids, steps, sums_of_tokens, zeros,
 };
 use super::{MOST_PARTS, Tokens, by_head as view_by_head, by_token, in_chunks, serves_on};
 use crate::attention::DocumentStarts;
@@ -17,7 +16,7 @@ use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::{CudaTensor, buffer, contiguous, empty};
 use crate::ops::activation::kernel::{Function, value};
 use crate::ops::activation::log_sigmoid;
-use crate::ops::cuda::block::{HeadStrides, RowSplit, write_sum};
+use crate::ops::cuda::block::{HeadStrides, RowSplit, sum_row, sum_vector, write_sum};
 use crate::ops::cuda::sums::columns;
 use crate::ops::cuda::{THREADS, dim, dims, head_strides, integers, nothing, vector};
 use crate::tile::{CHUNK, Chunk};
@@ -402,20 +401,12 @@ fn channel_decay_back(
         let chunks = sizes.chunks as usize;
         let part = CUBE_POS_X as usize * CUBE_COUNT_Y as usize + head;
         write_sum(&d_bias, &mut grads.bias, part * chunks, chunks, split);
-        let of_group = sum(d_a, split);
-        let mut sums = SharedMemory::<f32>::new(comptime!(split.groups));
-        let (group, lane) = (UNIT_POS as usize / split.threads, UNIT_POS as usize % split.threads);
-        if lane == 0 {
-            sums[group] = of_group;
-        }
-        sync_cube();
+        let mut sum = Array::<f32>::new(1usize);
+        sum[0] = sum_vector(d_a);
+        let mut scratch = SharedMemory::<f32>::new(comptime!(THREADS / 32));
+        sum_row(&mut sum, &mut scratch, 1usize, THREADS);
         if UNIT_POS == 0 {
-            let mut sum = sums[0];
-            #[unroll]
-            for group in 1..split.groups {
-                sum += sums[group];
-            }
-            grads.a[part] = sum;
+            grads.a[part] = sum[0];
         }
     }
 }

@@ -359,7 +359,7 @@ impl Diagonal {
     }
 
     /// As [`forward`](Self::forward), between states.
-    pub(super) fn run(&self, end_states: &States) -> (CudaTensor, Saved) {
+    fn run(&self, end_states: &States) -> (CudaTensor, Saved) {
         let call = self.checked();
         let [rows, group, seq_len, d, value_dim] = call.sizes();
         let (chunks, like, all) = (call.chunks(), &call.q, CHUNK_TOKENS);
