@@ -192,10 +192,9 @@ impl DeltaRule {
             ExecPath::Kernel(DeviceKind::Cuda) => {
                 let value_dim = channels.v as usize / shape.kv_heads;
                 let saved = chunked::saved_bytes(Update::Delta, self.decays, shape, value_dim);
-                // q, k and v as they come and as prepared, the output, and k for each kv head, in bf16.
-                let Channels { q, k, v, o, .. } = *channels;
-                let prepared = 2.0 * (2.0 * (q + k + v) + o + keys);
-                return prepared + saved;
+                // q, k for each kv head, v and the output, in bf16.
+                let Channels { q, v, o, .. } = *channels;
+                return 2.0 * (q + keys + v + o) + saved;
             }
             ExecPath::Reference => {}
         }

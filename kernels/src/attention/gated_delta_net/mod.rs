@@ -44,10 +44,11 @@ use serde::{Deserialize, Serialize};
 
 use super::chunked::{self, Decays};
 use super::delta_rule::{DeltaInputs, DeltaRule};
+use super::per_token::channel_decay::decay_of_step_logits;
 use super::per_token::gated_norm::{GateActivation, gated_norm};
 use super::recurrent::{
-    STEP_BIAS, State, decay_of_steps, forget_at_starts, step_size, validate_chunk,
-    validate_key_heads, validate_value_dim,
+    STEP_BIAS, State, decay_of_steps, step_size, validate_chunk, validate_key_heads,
+    validate_value_dim,
 };
 use super::saved::Channels;
 use super::{
@@ -111,10 +112,8 @@ impl Config {
         let [decay, beta, gate @ ..] = &projections[..] else { panic!("decay and beta") };
         let [rate, bias, norm] = &parameters[..] else { panic!("three vectors") };
         let most = if self.negative_eigenvalues { 2.0 } else { 1.0 };
-        let [decay, beta] = [decay, beta].map(|x| x.clone().cast(FloatDType::F32));
-        let beta = sigmoid(beta) * most;
-        let log_decay = decay_of_steps(step_size(decay, bias.clone()), rate.clone());
-        let log_decay = forget_at_starts(log_decay, documents);
+        let beta = sigmoid(beta.clone().cast(FloatDType::F32)) * most;
+        let log_decay = decay_of_step_logits(decay.clone(), bias.clone(), rate.clone(), documents);
         let y = rule(DeltaInputs::new(shape, [q, k, v], beta, log_decay));
         let norm = norm.clone();
         match gate {

@@ -44,9 +44,12 @@ use super::blocks::repeat_heads;
 use super::chunked::{self, Decays};
 use super::linear::GatedLinear;
 use super::linear::reference::LinearInputs;
+use super::per_token::channel_decay::decay_of_step_logits;
+use super::per_token::gated_skip::gated_skip;
+use super::per_token::head_steps::step_size_of_logits;
 use super::recurrent::{
-    STEP_BIAS, State, by_head, by_token, decay_of_steps, forget_at_starts, step_size,
-    validate_chunk, validate_key_heads, validate_value_dim,
+    STEP_BIAS, State, by_head, by_token, decay_of_steps, step_size, validate_chunk,
+    validate_key_heads, validate_value_dim,
 };
 use super::saved::Channels;
 use super::{
@@ -55,7 +58,6 @@ use super::{
 };
 use crate::backend::{OpBackend, primitive, tensor};
 use crate::device::DeviceKind;
-use crate::ops::activation::silu;
 use crate::ops::rms_norm::rms_norm;
 
 /// Added to the mean square of an output.
@@ -101,10 +103,10 @@ impl Config {
         let [batch, kv_heads, seq_len, values] = v.dims();
         let (d, heads, group) = (k.dims()[3], shape.heads, shape.group());
         let (rows, serves) = (batch * kv_heads, kv_heads / self.key_heads);
-        // Steps, and all that follows the operation, are in f32.
-        let gate = by_head(gate.clone().cast(FloatDType::F32), heads);
-        let steps = step_size(step.clone().cast(FloatDType::F32), bias.clone());
-        let log_decay = forget_at_starts(decay_of_steps(steps.clone(), rate.clone()), documents);
+        // In f32, so that the two gradients of a step are added before they are rounded.
+        let step = step.clone().cast(FloatDType::F32);
+        let steps = step_size_of_logits(step.clone(), bias.clone());
+        let log_decay = decay_of_step_logits(step, bias.clone(), rate.clone(), documents);
         let q = repeat_heads(q.reshape([batch, self.key_heads, group * seq_len, d]), serves);
         let inputs = LinearInputs {
             q: q.reshape([rows, group, seq_len, d]),
@@ -112,16 +114,18 @@ impl Config {
             v: v.clone().reshape([rows, seq_len, values]),
             log_decay: log_decay.reshape([rows, seq_len, 1]),
         };
-        let y = linear(inputs, by_head(steps, kv_heads).reshape([rows, seq_len, 1]));
-        let v = v.cast(FloatDType::F32);
-        let skipped = repeat_heads(v, group) * skip.clone().reshape([1, heads, 1, 1]);
-        let y = y.cast(FloatDType::F32).reshape([batch, heads, seq_len, values]) + skipped;
-        let y = by_token(y * silu(gate));
+        let y = linear(inputs, steps.reshape([rows, seq_len, 1]));
+        let y = y.reshape([batch, heads, seq_len, values]);
+        let y = by_token(gated_skip(y, repeat_heads(v, group), skip.clone(), gate.clone()));
         // The heads that share a head of k are normalised together; each has scales of its own.
-        let width = heads * values / self.key_heads;
-        let together = y.reshape([batch, seq_len, self.key_heads, width]);
-        let o = rms_norm(together, Tensor::ones([width], &norm.device()), EPS);
-        let o = o.reshape([batch, seq_len, heads * values]) * norm.clone().reshape([1, 1, -1]);
+        let o = if self.key_heads == 1 {
+            rms_norm(y, norm.clone(), EPS)
+        } else {
+            let width = heads * values / self.key_heads;
+            let together = y.reshape([batch, seq_len, self.key_heads, width]);
+            let o = rms_norm(together, Tensor::ones([width], &norm.device()), EPS);
+            o.reshape([batch, seq_len, heads * values]) * norm.clone().reshape([1, 1, -1])
+        };
         by_head(o, heads)
     }
 }
@@ -189,16 +193,21 @@ impl VariantSpec for Config {
         dtype: DType,
     ) -> f64 {
         let channels = Channels::of(self, shape);
-        // q and k for every head of v; in f32 v, for Δ or the skip, and y at each step from the skip to the norm.
         let keys = ((shape.heads + shape.kv_heads) * shape.head_dim) as f64;
-        let steps = path.saved_size(dtype) * keys + 4.0 * (channels.v + 4.0 * channels.o);
-        let inputs = channels.in_f32() / 4.0 * path.saved_size(dtype);
         let saved = match path {
             ExecPath::Kernel(device) => {
                 self.linear().saved_by_kernel(Decays::PerToken, &channels, shape, device)
             }
             ExecPath::Reference => self.linear().saved_by_reference(&channels, shape, seq_len),
         };
+        if path == ExecPath::Kernel(DeviceKind::Cuda) {
+            // q and k for every head of v, v as it comes and by head, y, the gate and the result; the norm's input in f32.
+            let elements = keys + 2.0 * channels.v + 3.0 * channels.o;
+            return dtype.size() as f64 * elements + 4.0 * channels.o + saved;
+        }
+        // q and k for every head of v; in f32 v, for Δ or the skip, and y at each step from the skip to the norm.
+        let steps = path.saved_size(dtype) * keys + 4.0 * (channels.v + 4.0 * channels.o);
+        let inputs = channels.in_f32() / 4.0 * path.saved_size(dtype);
         inputs + steps + saved
     }
 

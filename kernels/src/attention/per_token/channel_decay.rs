@@ -1,11 +1,12 @@
-//! Log decays of a head's channels from logits, in f32, with the first token of each document set so low that it clears
-//! the state.
+//! Log decays of a head or of its channels from logits, in f32, with the first token of each document set so low that it
+//! clears the state.
 
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{DType, FloatDType, Int, Tensor};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
+use super::head_steps::HeadSteps;
 use super::kernel::{
     Place, TokenSizes, Wide, all, is_first, load, of_head, sigmoids, steps, sums_of_tokens, zeros,
 };
@@ -14,6 +15,7 @@ use crate::attention::DocumentStarts;
 use crate::attention::recurrent::{FORGET, by_head, decay_of_steps, forget_at_starts, step_size};
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::{CudaTensor, buffer, contiguous, empty};
+use crate::device::DeviceKind;
 use crate::ops::activation::kernel::{Function, value};
 use crate::ops::activation::log_sigmoid;
 use crate::ops::cuda::block::{HeadStrides, RowSplit, sum_row, sum_vector, write_sum};
@@ -45,7 +47,10 @@ pub fn decay_of_step_logits<B: OpBackend>(
     a: Tensor<B, 1>,
     documents: DocumentStarts<B>,
 ) -> Tensor<B, 4> {
-    if !serves_on::<B>(logits.dtype(), logits.dims()[2] / a.dims()[0]) {
+    let channels = logits.dims()[2] / a.dims()[0];
+    let of_heads = channels == 1 && B::device_kind() == DeviceKind::Cuda;
+    let logits = if of_heads { logits.cast(FloatDType::F32) } else { logits };
+    if !of_heads && !serves_on::<B>(logits.dtype(), channels) {
         return StepDecay::by_operations(logits, bias, a, documents);
     }
     let ints = documents.into_iter().map(Tensor::into_primitive).collect();
@@ -140,6 +145,13 @@ impl Op<3> for StepDecay {
         needs: [bool; 3],
     ) -> Option<Forward<CudaTensor>> {
         let heads = dims(a)[0];
+        if dims(logits)[2] == heads {
+            let call = HeadSteps::new(logits, bias, Some(a), ints)?;
+            let output = call.forward();
+            let saved = [call.logits, call.bias].into_iter().chain(call.a);
+            let saved = if needs.contains(&true) { saved.collect() } else { vec![] };
+            return Some(Forward { output, saved });
+        }
         let bias = vector(bias, dims(logits)[2], "the bias of decays");
         let a = vector(a, heads, "the rate of decays");
         let output = forward(logits, heads, Parameters::Learned { bias: &bias, a: &a }, ints)?;
@@ -155,6 +167,10 @@ impl Op<3> for StepDecay {
         _needs: [bool; 3],
     ) -> [Option<CudaTensor>; 3] {
         let [logits, bias, a] = &saved[..] else { unreachable!("three tensors are saved") };
+        if dims(logits)[2] == dims(a)[0] {
+            let call = HeadSteps::new(logits, bias, Some(a), ints);
+            return call.expect("the forward pass has run").backward(&grad).map(Some);
+        }
         let parameters = Parameters::Learned { bias, a };
         let (logits, vectors) = backward(logits, dims(a)[0], parameters, ints, &grad);
         let [bias, a] = vectors.expect("gradients of what is learned");
@@ -458,6 +474,7 @@ mod tests {
         let gate = GateDecay { heads: 3, temperature: TEMPERATURE };
         check(Case::new(gate, &[&logits]), |inputs| of_gate(inputs, 3));
         check(Case::new(StepDecay, &[&logits, &[24], &[3]]), of_steps);
+        check(Case::new(StepDecay, &[&[2, 5, 3], &[3], &[3]]), of_steps);
     }
 
     #[test]
@@ -470,6 +487,10 @@ mod tests {
             check_on::<Cuda, _, 1>(case, |inputs| of_gate(inputs, heads));
             let case = Case::new(StepDecay, &[&logits, &[heads * channels], &[heads]]);
             check_on::<Cuda, _, 3>(case.bf16(&[0]).parameters(&[1, 2]), of_steps);
+        }
+        for [batch, heads, seq_len] in [[1, 1, 1], [2, 3, 70], [1, 2, 20_000]] {
+            let case = Case::new(StepDecay, &[&[batch, seq_len, heads], &[heads], &[heads]]);
+            check_on::<Cuda, _, 3>(case, of_steps);
         }
     }
 }

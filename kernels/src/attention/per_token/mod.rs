@@ -6,6 +6,8 @@
 
 pub mod channel_decay;
 pub mod gated_norm;
+pub mod gated_skip;
+pub mod head_steps;
 pub mod kernel;
 
 use burn::tensor::DType;

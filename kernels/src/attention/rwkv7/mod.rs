@@ -206,11 +206,11 @@ impl VariantSpec for Config {
     ) -> f64 {
         let channels = Channels::of(self, shape);
         if let ExecPath::Kernel(_) = path {
-            // What the core saves; the logits of decay and learning rate, the gate and the recurrence's output.
+            // The inputs, the recurrence's output, and what the core saves.
             let update = diagonal::Update::Replace;
             let saved = diagonal::saved_bytes(update, shape, self.value_dim(shape));
-            let around = dtype.size() as f64 * 2.0 * (channels.k + channels.o);
-            return channels.by_kernel(dtype) + saved + around;
+            let Channels { q, k, v, o, .. } = channels;
+            return dtype.size() as f64 * (q + 3.0 * k + v + 2.0 * o) + saved;
         }
         // r, k̃, v, κ̂, a, the decay and their products with its factors; the matrices and states of chunks.
         let chunk = recurrence::CHUNK_SIZE.min(seq_len) as f64;
