@@ -100,7 +100,7 @@ def cases():
 def longwall(binary, words, gpu=None):
     env = dict(os.environ)
     if gpu is not None:
-        env["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        env["CUDA_VISIBLE_DEVICES"] = gpu
     done = subprocess.run([binary, *words], capture_output=True, text=True, cwd=ROOT, env=env)
     if done.returncode:
         raise RuntimeError((done.stderr or done.stdout).strip()[-600:])
@@ -112,18 +112,21 @@ def arguments(config, sets):
 
 
 class Gpus:
-    """The memory of the GPUs that running cases have claimed."""
+    """The memory of the GPUs, or of those that CUDA_VISIBLE_DEVICES names, that running cases have claimed."""
 
     def __init__(self):
-        query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-        self.free = [0.97 * 2**20 * int(n) for n in subprocess.check_output(query, text=True).split()]
-        self.most = max(self.free)
+        query = ["nvidia-smi", "--query-gpu=index,memory.total", "--format=csv,noheader,nounits"]
+        rows = [line.split(", ") for line in subprocess.check_output(query, text=True).splitlines()]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        visible = visible.split(",") if visible else [index for index, _ in rows]
+        self.free = {index: 0.97 * 2**20 * int(size) for index, size in rows if index in visible}
+        self.most = max(self.free.values())
         self.changed = threading.Condition()
 
     def claim(self, size):
         with self.changed:
             while True:
-                gpu = max(range(len(self.free)), key=self.free.__getitem__)
+                gpu = max(self.free, key=self.free.__getitem__)
                 if self.free[gpu] >= size:
                     self.free[gpu] -= size
                     return gpu
