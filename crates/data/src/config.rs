@@ -60,8 +60,10 @@ pub enum Rows {
     #[default]
     Packed,
     /// One document, or one generated example, from its first token on. A longer one is cut to `seq_len`; after
-    /// a shorter one the row is padded, without loss.
+    /// a shorter one the row is padded, without loss. Shorter rows hold the first tokens of more documents.
     Documents,
+    /// As `Documents`, but shorter rows are consecutive parts of the documents' rows.
+    CutDocuments,
 }
 
 impl Rows {
@@ -71,10 +73,10 @@ impl Rows {
     }
 
     /// The rows of `loaded` tokens, the length that the loader is open with, that a batch of `tokens` in rows of
-    /// `seq_len` takes. Packed rows are cut into shorter ones; of documents, shorter rows hold less.
+    /// `seq_len` takes. Rows are cut into shorter ones; with [`Rows::Documents`], shorter rows hold less.
     pub fn taken(self, tokens: u64, seq_len: usize, loaded: usize) -> u64 {
         match self {
-            Rows::Packed => tokens / loaded as u64,
+            Rows::Packed | Rows::CutDocuments => tokens / loaded as u64,
             Rows::Documents => tokens / seq_len as u64,
         }
     }
@@ -85,6 +87,7 @@ impl std::fmt::Display for Rows {
         f.write_str(match self {
             Rows::Packed => "packed",
             Rows::Documents => "documents",
+            Rows::CutDocuments => "cut-documents",
         })
     }
 }

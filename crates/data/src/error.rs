@@ -4,6 +4,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use crate::config::Rows;
 use crate::shard::MANIFEST_FILE;
 
 /// An error of this crate. The second line of every message is a hint.
@@ -140,13 +141,15 @@ pub enum DataError {
     },
     /// Shards that do not say where documents end, where a row is to be a document.
     #[error(
-        "source {source_name} has no end of text among its {tokens} tokens, and data.rows is \"documents\"\n  hint: set rows = \"packed\", or make the shards again with an end of text after every document"
+        "source {source_name} has no end of text among its {tokens} tokens, and data.rows is \"{rows}\"\n  hint: set rows = \"packed\", or make the shards again with an end of text after every document"
     )]
     NoDocuments {
         /// The source.
         source_name: String,
         /// Tokens in the split.
         tokens: u64,
+        /// What a row should hold.
+        rows: Rows,
     },
     /// No source has validation data.
     #[error(

@@ -260,8 +260,8 @@ impl Loader {
     }
 
     /// A batch of `tokens` in rows of `seq_len`, from the loader's row `first_row` on. It takes
-    /// [`Rows::taken`] rows of the loader. Packed rows are cut into shorter ones; a shorter row of a document, or of a
-    /// generated example in `rows = "documents"`, has its first tokens.
+    /// [`Rows::taken`] rows of the loader, which are cut into shorter ones; in `rows = "documents"` a shorter row has the
+    /// first tokens of a document or of a generated example.
     ///
     /// # Errors
     /// As [`try_batch`](Self::try_batch).
@@ -281,7 +281,7 @@ impl Loader {
         );
         let rows = self.rows.taken(tokens as u64, seq_len, self.seq_len) as usize;
         match self.rows {
-            Rows::Packed => Ok(self.try_batch(first_row, rows)?.cut(seq_len)),
+            Rows::Packed | Rows::CutDocuments => Ok(self.try_batch(first_row, rows)?.cut(seq_len)),
             Rows::Documents => self.rows_of(first_row, rows, seq_len),
         }
     }
@@ -344,7 +344,7 @@ impl Loader {
             }
         };
         match (self.rows, &self.sources[source]) {
-            (Rows::Documents, SourceRows::Generated(rows)) => {
+            (Rows::Documents | Rows::CutDocuments, SourceRows::Generated(rows)) => {
                 self.first_example(&**rows, index, tokens, targets, weights);
                 Ok(())
             }
@@ -372,13 +372,13 @@ impl Loader {
     }
 
     /// The sources whose generated examples lose targets in rows of `seq_len`, which are shorter than the loader's, and
-    /// the share of targets that is left: of some examples. Only rows of documents lose any.
+    /// the share of targets that is left: of some examples. Only in `rows = "documents"` they lose any.
     ///
     /// # Panics
     /// When the loader's rows are shorter.
     pub fn cut_examples(&self, seq_len: usize) -> Vec<(&str, f64)> {
         const EXAMPLES: u64 = 64;
-        if self.rows.is_packed() {
+        if self.rows != Rows::Documents {
             return vec![];
         }
         let (mut tokens, mut targets) = (vec![0; self.seq_len + 1], vec![0; self.seq_len]);

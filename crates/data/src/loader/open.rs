@@ -6,7 +6,7 @@ use super::{Loader, Plan, SourceRows, SourceSummary, Split};
 use crate::mixture::{BLOCK_ROWS, Mixture, derive_key, largest_remainder};
 use crate::shard::TokenStream;
 use crate::sources::{OpenContext, SourceData};
-use crate::{DataConfig, DataError, Progress, Rows, Tokenizer};
+use crate::{DataConfig, DataError, Progress, Tokenizer};
 
 pub(super) fn open(
     config: &DataConfig,
@@ -122,14 +122,15 @@ fn open_rows(
         Split::Train => Order::Shuffled { key: context.seed },
         Split::Validation => Order::Spread { rows: 1 },
     };
-    if context.data.rows == Rows::Documents {
+    if !context.data.rows.is_packed() {
         let tokens = stream.tokens();
         let documents = Documents::new(stream, context.tokenizer, order)?;
         if documents.count() == 0 {
             return too_short(name, tokens, 2, context.split);
         }
         if !documents.separated() {
-            return Err(DataError::NoDocuments { source_name: name, tokens });
+            let rows = context.data.rows;
+            return Err(DataError::NoDocuments { source_name: name, tokens, rows });
         }
         log_use(&name, &documents, context);
         let fingerprint = documents.stream.fingerprint()?;

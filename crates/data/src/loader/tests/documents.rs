@@ -54,6 +54,25 @@ fn a_row_is_one_document_from_its_start_and_an_epoch_has_each_once() {
     assert_eq!(check(&short, &lengths), check(&loader.batch(7, 4), &lengths));
 }
 
+/// The same documents as the whole rows, each part without what precedes it.
+#[test]
+fn documents_can_be_cut_into_shorter_rows() {
+    let dir = tempfile::tempdir().unwrap();
+    let train = shard(dir.path(), "x_train", &documents(&[3, 1, 40, 17, 16, 9]));
+    let source = shards::Config { train: vec![train], validation: vec![] };
+    let mut config = config(&dir, 16, vec![source.into()]);
+    config.rows = Rows::CutDocuments;
+    let cut = open(&config, 3, Split::Train).unwrap();
+    config.rows = Rows::Documents;
+    let whole = open(&config, 3, Split::Train).unwrap().batch(2, 5);
+    assert_eq!(cut.batch(2, 5), whole);
+    let parts = cut.try_shorter(2, 5 * 16, 4).unwrap();
+    assert_eq!((parts.rows, parts.seq_len), (20, 4));
+    assert_eq!((&parts.inputs, &parts.targets), (&whole.inputs, &whole.targets));
+    assert_eq!(parts.loss_weights, whole.loss_weights);
+    assert_eq!(parts, whole.cut(4));
+}
+
 #[test]
 fn a_run_goes_on_in_the_middle_of_an_epoch_and_validation_is_fixed() {
     let dir = tempfile::tempdir().unwrap();
