@@ -1,6 +1,6 @@
 //! One token of a state's recurrence, for decoding: by one kernel on CUDA, by plain tensor operations elsewhere.
 //!
-//! With a state S of head_dim × value_dim, the decay α and what a token writes, as [`Update`] has it:
+//! With a state S of head_dim × value_dim, the decay α and what a token writes, by one of the updates:
 //!
 //! - additive: S' = diag(α) S + kᵀ v
 //! - delta rule: S' = diag(α) S + kᵀ β (v − k diag(α) S)
