@@ -117,9 +117,12 @@ class Gpus:
     def __init__(self):
         query = ["nvidia-smi", "--query-gpu=index,memory.total", "--format=csv,noheader,nounits"]
         rows = [line.split(", ") for line in subprocess.check_output(query, text=True).splitlines()]
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        visible = visible.split(",") if visible else [index for index, _ in rows]
-        self.free = {index: 0.97 * 2**20 * int(size) for index, size in rows if index in visible}
+        self.free = {index: 0.97 * 2**20 * int(size) for index, size in rows}
+        if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+            names = [name.strip() for name in visible.split(",")]
+            if unknown := [name for name in names if name not in self.free]:
+                sys.exit(f"CUDA_VISIBLE_DEVICES names {', '.join(unknown)}: give numbers out of {', '.join(self.free)}")
+            self.free = {name: self.free[name] for name in names}
         self.most = max(self.free.values())
         self.changed = threading.Condition()
 

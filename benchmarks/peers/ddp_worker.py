@@ -1,8 +1,8 @@
-"""Times data-parallel training steps of PyTorch on this process's GPU: bench_ddp.py starts one for each.
+"""Times data-parallel training steps of PyTorch on this process's GPU: bench_ddp.py starts one process for each.
 
 DistributedDataParallel, whose gradients are summed while the backward pass of a step's last micro-batch runs. bf16
-autocast, fused AdamW, gradients clipped at norm 1, random rows that do not change. The request holds `attn`, the fields
-of `Sizes`, `micro_batch` and `rows`, those of a step on all GPUs.
+autocast, fused AdamW, gradients clipped at norm 1, random rows that do not change. The request holds `attn`, `sizes`
+(the fields of `Sizes`), `micro_batch`, `rows` (of a step, on all GPUs), `warmup` and `steps`.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def main(request):
     if dist.get_rank() == 0:
         rate = round(request["rows"] * sizes.seq_len / middle)
         peak = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-        emit(gpus=dist.get_world_size(), tokens_s=rate, ms_step=round(1e3 * middle, 1), peak_gb=peak)
+        emit(gpus=dist.get_world_size(), tokens_s=rate, peak_gb=peak)
     dist.destroy_process_group()
 
 
@@ -50,7 +50,7 @@ def training_step(name, sizes, rows, micro_batch):
     model = compile_model(Gpt2(name, sizes).cuda(), "block")
     optimiser = torch.optim.AdamW(groups(model), lr=6e-4, betas=(0.9, 0.95), fused=True)
     backend = choose_backend(name)
-    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=False)
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     torch.manual_seed(1 + dist.get_rank())
     tokens = torch.randint(0, sizes.vocab, (micro_batches, micro_batch, sizes.seq_len + 1), device="cuda")
 
