@@ -15,6 +15,7 @@
 //! whose fragments are kept for later products is never reloaded.
 
 pub mod asm;
+pub mod copies;
 pub mod e4m3;
 pub mod lists;
 pub mod product;

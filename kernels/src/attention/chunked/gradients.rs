@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::memory::{ChunkConfig, ChunkInputs, ChunkOf, Factors, Sizes, load};
+use super::memory::{ChunkConfig, ChunkInputs, ChunkOf, Factors, Sizes, finish_loads, start_load};
 use super::product::{
     Matrix, Product, WARPS, WarpTile, add_product, pair, read_pair, scale, scale_rows, write_pair,
     write_rows,
@@ -155,7 +155,7 @@ pub fn gradients(
     let state_base = of.number * comptime!(d * config.value_dim / CHUNK);
     let parts = comptime!(config.parts());
 
-    load(&mut arena, &inputs.k, of.token * of_k, of_k, of.count, layout.k, CHUNK_TOKENS, d);
+    start_load(&mut arena, &inputs.k, of.token * of_k, of_k, of.count, layout.k, CHUNK_TOKENS, d);
     factors.load(inputs, &of, config);
 
     let square = comptime!([CHUNK_TOKENS, CHUNK_TOKENS, n]);
@@ -183,9 +183,27 @@ pub fn gradients(
 
         // 1. The reader's vectors.
         if is_key {
-            load(&mut arena, &inputs.k, of.token * of_k, of_k, of.count, layout.q, CHUNK_TOKENS, d);
+            start_load(
+                &mut arena,
+                &inputs.k,
+                of.token * of_k,
+                of_k,
+                of.count,
+                layout.q,
+                CHUNK_TOKENS,
+                d,
+            );
         } else {
-            load(&mut arena, &inputs.q, query * of_k, of_k, of.count, layout.q, CHUNK_TOKENS, d);
+            start_load(
+                &mut arena,
+                &inputs.q,
+                query * of_k,
+                of_k,
+                of.count,
+                layout.q,
+                CHUNK_TOKENS,
+                d,
+            );
         }
 
         // 2. do eᵀ and do Sᵀ; with the first reader e dSᵀ.
@@ -196,18 +214,45 @@ pub fn gradients(
             let first = part * comptime!(n / CHUNK);
             let token = of.token * stride + first;
             if is_key {
-                load(&mut arena, &arrays.d_v, token, of_v, of.count, layout.d_o, CHUNK_TOKENS, n);
+                start_load(
+                    &mut arena,
+                    &arrays.d_v,
+                    token,
+                    of_v,
+                    of.count,
+                    layout.d_o,
+                    CHUNK_TOKENS,
+                    n,
+                );
             } else {
                 let base = query * stride + first;
-                load(&mut arena, &arrays.d_o, base, of_v, of.count, layout.d_o, CHUNK_TOKENS, n);
+                start_load(
+                    &mut arena,
+                    &arrays.d_o,
+                    base,
+                    of_v,
+                    of.count,
+                    layout.d_o,
+                    CHUNK_TOKENS,
+                    n,
+                );
             }
-            load(&mut arena, &arrays.e, token, of_v, of.count, layout.e, CHUNK_TOKENS, n);
+            start_load(&mut arena, &arrays.e, token, of_v, of.count, layout.e, CHUNK_TOKENS, n);
             let base = state_base + first;
-            load(&mut arena, &arrays.states, base, of_v, d.runtime(), layout.state, d, n);
+            start_load(&mut arena, &arrays.states, base, of_v, d.runtime(), layout.state, d, n);
             if reader == 0 {
-                load(&mut arena, &arrays.d_states, base, of_v, d.runtime(), layout.d_state, d, n);
+                start_load(
+                    &mut arena,
+                    &arrays.d_states,
+                    base,
+                    of_v,
+                    d.runtime(),
+                    layout.d_state,
+                    d,
+                    n,
+                );
             }
-            sync_cube();
+            finish_loads();
             add_product(&arena, &mut d_scores, &tile, of_scores);
             if own.exists {
                 add_product(&arena, &mut d_q, &own, of_query);

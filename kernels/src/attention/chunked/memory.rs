@@ -5,6 +5,7 @@ use cubecl::prelude::*;
 
 use super::product::Matrix;
 use super::{CHUNK_TOKENS, THREADS};
+use crate::tile::copies::{copy_chunk, wait_for_chunks};
 use crate::tile::{CHUNK, Chunk, Pair, exp2};
 
 /// How a token's value enters the state.
@@ -242,8 +243,10 @@ impl Own {
     }
 }
 
-/// Reads rows into registers: `columns` columns of those before `count`, `stride` chunks apart, from chunk `base` on;
-/// the others are 0.
+/// Starts to read rows into registers: `columns` columns of those before `count`, at least one, `stride` chunks apart, from
+/// chunk `base` on. The others are those of the last row before `count`.
+///
+/// No read depends on a condition: the compiler would join its value with the other one, and wait for it, at once.
 #[cube]
 pub fn fetch(
     source: &Array<Chunk>,
@@ -272,19 +275,16 @@ pub fn fetch_to(
     #[unroll]
     for round in 0..comptime!(rounds(rows, columns)) {
         let at = Own::new(round, rows, columns);
-        let mut value = Chunk::cast_from(0f32);
-        if at.exists && at.row < count {
-            value = source[base + at.row * stride + at.chunk];
-        }
-        own[round] = value;
+        own[round] = source[base + min(at.row, count - 1) * stride + at.chunk];
     }
 }
 
-/// Writes fetched rows to shared memory.
+/// Writes fetched rows to shared memory; the rows from `count` on are 0.
 #[cube]
 pub fn put(
     arena: &mut SharedMemory<Chunk>,
     own: &Array<Chunk>,
+    count: usize,
     #[comptime] to: Matrix,
     #[comptime] rows: usize,
     #[comptime] columns: usize,
@@ -293,7 +293,12 @@ pub fn put(
     for round in 0..comptime!(rounds(rows, columns)) {
         let at = Own::new(round, rows, columns);
         if at.exists {
-            arena[to.at + at.row * to.row + at.chunk] = own[round];
+            let place = to.at + at.row * to.row + at.chunk;
+            if at.row < count {
+                arena[place] = own[round];
+            } else {
+                arena[place] = Chunk::cast_from(0f32);
+            }
         }
     }
 }
@@ -303,6 +308,7 @@ pub fn put(
 pub fn put_scaled(
     arena: &mut SharedMemory<Chunk>,
     own: &Array<Chunk>,
+    count: usize,
     factors: &SharedMemory<f32>,
     more: &SharedMemory<f32>,
     #[comptime] to: Matrix,
@@ -313,7 +319,7 @@ pub fn put_scaled(
     for round in 0..comptime!(rounds(rows, columns)) {
         let at = Own::new(round, rows, columns);
         if at.exists {
-            let factor = factors[at.row] * more[at.row];
+            let factor = select(at.row < count, factors[at.row] * more[at.row], 0f32);
             let value = own[round];
             let mut scaled = Chunk::cast_from(0f32);
             #[unroll]
@@ -325,9 +331,10 @@ pub fn put_scaled(
     }
 }
 
-/// Reads rows from global to shared memory, as [`fetch`].
+/// Starts to copy rows from global to shared memory: `columns` columns of those before `count`, `stride` chunks apart, from
+/// chunk `base` on; the others are 0. [`finish_loads`] waits for them.
 #[cube]
-pub fn load(
+pub fn start_load(
     arena: &mut SharedMemory<Chunk>,
     source: &Array<Chunk>,
     base: usize,
@@ -337,18 +344,22 @@ pub fn load(
     #[comptime] rows: usize,
     #[comptime] columns: usize,
 ) {
-    let own = fetch(source, base, stride, count, rows, columns);
-    put(arena, &own, to, rows, columns);
+    #[unroll]
+    for round in 0..comptime!(rounds(rows, columns)) {
+        let at = Own::new(round, rows, columns);
+        if at.exists {
+            let from = base + min(at.row, count - 1) * stride + at.chunk;
+            copy_chunk(arena, to.at + at.row * to.row + at.chunk, source, from, at.row < count);
+        }
+    }
 }
 
-/// Writes rows from shared to global memory, `stride` chunks apart, from chunk `base` on.
+/// Copies rows in shared memory. Each thread copies the chunks that it loads.
 #[cube]
-pub fn store(
-    arena: &SharedMemory<Chunk>,
-    target: &mut Array<Chunk>,
-    base: usize,
-    stride: usize,
+pub fn copy_rows(
+    arena: &mut SharedMemory<Chunk>,
     #[comptime] from: Matrix,
+    #[comptime] to: Matrix,
     #[comptime] rows: usize,
     #[comptime] columns: usize,
 ) {
@@ -356,6 +367,35 @@ pub fn store(
     for round in 0..comptime!(rounds(rows, columns)) {
         let at = Own::new(round, rows, columns);
         if at.exists {
+            arena[to.at + at.row * to.row + at.chunk] =
+                arena[from.at + at.row * from.row + at.chunk];
+        }
+    }
+}
+
+/// Waits for what the block has started to load, and synchronises.
+#[cube]
+pub fn finish_loads() {
+    wait_for_chunks();
+    sync_cube();
+}
+
+/// Writes the rows before `count` from shared to global memory, `stride` chunks apart, from chunk `base` on.
+#[cube]
+pub fn store(
+    arena: &SharedMemory<Chunk>,
+    target: &mut Array<Chunk>,
+    base: usize,
+    stride: usize,
+    count: usize,
+    #[comptime] from: Matrix,
+    #[comptime] rows: usize,
+    #[comptime] columns: usize,
+) {
+    #[unroll]
+    for round in 0..comptime!(rounds(rows, columns)) {
+        let at = Own::new(round, rows, columns);
+        if at.exists && at.row < count {
             target[base + at.row * stride + at.chunk] =
                 arena[from.at + at.row * from.row + at.chunk];
         }

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::memory::{ChunkConfig, ChunkInputs, ChunkOf, Factors, Sizes, load};
+use super::memory::{ChunkConfig, ChunkInputs, ChunkOf, Factors, Sizes, finish_loads, start_load};
 use super::product::{
     Matrix, Product, WarpTile, add_product, pair, scale_rows, write_pair, write_rows,
 };
@@ -68,12 +68,12 @@ pub fn output(
     let state_base = of.number * comptime!(d * config.value_dim / CHUNK);
 
     // 1. Scores, decayed.
-    load(&mut arena, &inputs.q, query * of_k, of_k, of.count, layout.q, CHUNK_TOKENS, d);
-    load(&mut arena, &inputs.k, of.token * of_k, of_k, of.count, layout.k, CHUNK_TOKENS, d);
-    load(&mut arena, &arrays.states, state_base, of_v, d.runtime(), layout.state, d, n);
-    load(&mut arena, &arrays.e, of.token * of_v, of_v, of.count, layout.e, CHUNK_TOKENS, n);
+    start_load(&mut arena, &inputs.q, query * of_k, of_k, of.count, layout.q, CHUNK_TOKENS, d);
+    start_load(&mut arena, &inputs.k, of.token * of_k, of_k, of.count, layout.k, CHUNK_TOKENS, d);
+    start_load(&mut arena, &arrays.states, state_base, of_v, d.runtime(), layout.state, d, n);
+    start_load(&mut arena, &arrays.e, of.token * of_v, of_v, of.count, layout.e, CHUNK_TOKENS, n);
     factors.load(inputs, &of, config);
-    sync_cube();
+    finish_loads();
     let qk = comptime!(Product::abt(layout.q, layout.k, [CHUNK_TOKENS, CHUNK_TOKENS, d]));
     let tile = WarpTile::new(qk);
     let mut acc = zeros(comptime!(qk.fragments()));
@@ -113,10 +113,19 @@ pub fn output(
             sync_cube();
             let first = (part + 1) * comptime!(n / CHUNK);
             let (states, e) = (&arrays.states, &arrays.e);
-            load(&mut arena, states, state_base + first, of_v, d.runtime(), layout.state, d, n);
+            start_load(
+                &mut arena,
+                states,
+                state_base + first,
+                of_v,
+                d.runtime(),
+                layout.state,
+                d,
+                n,
+            );
             let base = of.token * of_v + first;
-            load(&mut arena, e, base, of_v, of.count, layout.e, CHUNK_TOKENS, n);
-            sync_cube();
+            start_load(&mut arena, e, base, of_v, of.count, layout.e, CHUNK_TOKENS, n);
+            finish_loads();
         }
     }
 }

@@ -306,6 +306,29 @@ pub fn write_rows(
     }
 }
 
+/// Reads the rows of an accumulator before `count`, at least one, as [`write_rows`] writes them. The others are the last of
+/// these.
+#[cube]
+pub fn read_rows(
+    acc: &mut Accumulator,
+    source: &Array<Bf16Pair>,
+    tile: &WarpTile,
+    base: usize,
+    stride: usize,
+    count: usize,
+    #[comptime] p: Product,
+) {
+    #[unroll]
+    for r in 0..2usize {
+        let row = base + min(tile.row(r), count - 1) * stride;
+        #[unroll]
+        for f in 0..comptime!(p.fragments()) {
+            let fragment = acc.index_mut(f);
+            fragment[r] = Pair::cast_from(source[row + tile.column(f) / 2]);
+        }
+    }
+}
+
 /// Reads an accumulator from rows of `stride` pairs in global memory, from pair `base` on.
 #[cube]
 pub fn read_numbers(

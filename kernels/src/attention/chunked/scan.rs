@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use super::CHUNK_TOKENS;
 use super::memory::{
     ChunkConfig, ChunkInputs, ChunkOf, EndStates, Factors, FactorsAhead, HandOver, Sizes, fetch,
-    put, put_scaled, store,
+    fetch_to, put, put_scaled, rounds, store,
 };
 use super::product::{
     Matrix, Product, WarpTile, add_product, pair, read_numbers, read_pair, scale, write,
@@ -87,19 +87,20 @@ pub fn scan(
         }
     }
 
-    let of = ChunkOf::new(row, 0usize, &sizes);
+    let (of, all) = (ChunkOf::new(row, 0usize, &sizes), CHUNK_TOKENS.runtime());
     factors.load(inputs, &of, config);
     let k = fetch(&inputs.k, of.token * of_k, of_k, of.count, CHUNK_TOKENS, d);
     let v = fetch(&arrays.v, of.token * of_v + first, of_v, of.count, CHUNK_TOKENS, n);
     sync_cube();
-    put(&mut arena, &k, layout.k, CHUNK_TOKENS, d);
+    put(&mut arena, &k, of.count, layout.k, CHUNK_TOKENS, d);
     if comptime!(config.is_delta()) {
-        put(&mut arena, &v, layout.w, CHUNK_TOKENS, n);
-        let y = fetch_transform(&arrays.y, &of);
-        put(&mut arena, &y, layout.y, CHUNK_TOKENS, CHUNK_TOKENS);
+        put(&mut arena, &v, of.count, layout.w, CHUNK_TOKENS, n);
+        let mut y = Array::<Chunk>::new(comptime!(transform_chunks(&config)));
+        fetch_transform(&mut y, &arrays.y, &of);
+        put(&mut arena, &y, all, layout.y, CHUNK_TOKENS, CHUNK_TOKENS);
     } else {
         let (beta, until_end) = (&factors.beta, &factors.until_end);
-        put_scaled(&mut arena, &v, beta, until_end, layout.w, CHUNK_TOKENS, n);
+        put_scaled(&mut arena, &v, of.count, beta, until_end, layout.w, CHUNK_TOKENS, n);
     }
 
     for chunk in 0..chunks {
@@ -113,15 +114,18 @@ pub fn scan(
         let next_k = fetch(&inputs.k, next.token * of_k, of_k, next.count, CHUNK_TOKENS, d);
         let base = next.token * of_v + first;
         let next_v = fetch(&arrays.v, base, of_v, next.count, CHUNK_TOKENS, n);
+        let mut next_y = Array::<Chunk>::new(comptime!(transform_chunks(&config)));
+        if comptime!(config.is_delta()) {
+            fetch_transform(&mut next_y, &arrays.y, &next);
+        }
         sync_cube();
         let base = of.number * comptime!(d * config.value_dim / CHUNK) + first;
-        store(&arena, &mut arrays.states, base, of_v, layout.state, d, n);
+        store(&arena, &mut arrays.states, base, of_v, d.runtime(), layout.state, d, n);
 
         // 2. What enters the state.
         if comptime!(config.is_delta()) {
-            let next_y = fetch_transform(&arrays.y, &next);
             correct(&mut arena, &mut arrays.e, &factors, &of, part, layout, config);
-            put(&mut arena, &next_y, layout.y, CHUNK_TOKENS, CHUNK_TOKENS);
+            put(&mut arena, &next_y, all, layout.y, CHUNK_TOKENS, CHUNK_TOKENS);
         }
 
         // 3. The state after the chunk.
@@ -133,13 +137,13 @@ pub fn scan(
 
         // 4. The next chunk.
         factors.put(&next_factors);
-        put(&mut arena, &next_k, layout.k, CHUNK_TOKENS, d);
+        put(&mut arena, &next_k, next.count, layout.k, CHUNK_TOKENS, d);
         if comptime!(config.is_delta()) {
-            put(&mut arena, &next_v, layout.w, CHUNK_TOKENS, n);
+            put(&mut arena, &next_v, next.count, layout.w, CHUNK_TOKENS, n);
         } else {
             sync_cube();
             let (beta, until_end) = (&factors.beta, &factors.until_end);
-            put_scaled(&mut arena, &next_v, beta, until_end, layout.w, CHUNK_TOKENS, n);
+            put_scaled(&mut arena, &next_v, next.count, beta, until_end, layout.w, CHUNK_TOKENS, n);
         }
     }
     if comptime!(hand_over.after) {
@@ -149,12 +153,17 @@ pub fn scan(
     }
 }
 
-/// Reads a chunk's Y.
+/// A thread's chunks of Y.
+const fn transform_chunks(config: &ChunkConfig) -> usize {
+    if config.is_delta() { rounds(CHUNK_TOKENS, CHUNK_TOKENS) } else { 1 }
+}
+
+/// Starts to read a chunk's Y.
 #[cube]
-pub fn fetch_transform(y: &Array<Chunk>, of: &ChunkOf) -> Array<Chunk> {
+fn fetch_transform(own: &mut Array<Chunk>, y: &Array<Chunk>, of: &ChunkOf) {
     let stride = comptime!(CHUNK_TOKENS / CHUNK);
     let base = of.number * comptime!(CHUNK_TOKENS * CHUNK_TOKENS / CHUNK);
-    fetch(y, base, stride, CHUNK_TOKENS.runtime(), CHUNK_TOKENS, CHUNK_TOKENS)
+    fetch_to(own, y, base, stride, CHUNK_TOKENS.runtime(), CHUNK_TOKENS, CHUNK_TOKENS);
 }
 
 /// The corrected values: e = Y (v − e^P k S), written to global memory; times β and decayed to the chunk's end in

@@ -4,12 +4,13 @@ use cubecl::prelude::*;
 
 use super::CHUNK_TOKENS;
 use super::memory::{
-    ChunkConfig, ChunkInputs, ChunkOf, Factors, FactorsAhead, Sizes, fetch, put, put_scaled, store,
+    ChunkConfig, ChunkInputs, ChunkOf, Factors, FactorsAhead, Sizes, copy_rows, fetch, put,
+    put_scaled, start_load, store,
 };
 use super::product::{
     Matrix, Product, WarpTile, add_product, pair, read_pair, scale, write, write_pair, write_rows,
 };
-use super::scan::fetch_transform;
+use crate::tile::copies::wait_for_chunks;
 use crate::tile::{Bf16Pair, CHUNK, Chunk, define_exp2, zeros};
 
 /// What the scan reads beside [`ChunkInputs`], and what it writes.
@@ -40,6 +41,8 @@ struct Layout {
     d_w: Matrix,
     /// β dw.
     weighted: Matrix,
+    /// Where the next chunk's k, Y and dw arrive.
+    next: [Matrix; 3],
     chunks: usize,
 }
 
@@ -53,8 +56,12 @@ impl Layout {
         let y = Matrix::new(k.end(CHUNK_TOKENS), CHUNK_TOKENS);
         let d_w = Matrix::new(y.end(CHUNK_TOKENS), n);
         let weighted = Matrix::new(d_w.end(CHUNK_TOKENS), n);
-        let chunks = if config.is_delta() { weighted.end(CHUNK_TOKENS) } else { k.at };
-        Layout { q, d_o, d_state, k, y, d_w, weighted, chunks }
+        let next_k = Matrix::new(weighted.end(CHUNK_TOKENS), d);
+        let next_y = Matrix::new(next_k.end(CHUNK_TOKENS), CHUNK_TOKENS);
+        let next_d_w = Matrix::new(next_y.end(CHUNK_TOKENS), n);
+        let chunks = if config.is_delta() { next_d_w.end(CHUNK_TOKENS) } else { k.at };
+        let next = [next_k, next_y, next_d_w];
+        Layout { q, d_o, d_state, k, y, d_w, weighted, next, chunks }
     }
 }
 
@@ -95,17 +102,13 @@ pub fn scan_back(
     let q = fetch(&inputs.q, query * of_k, of_k, of.count, CHUNK_TOKENS, d);
     let d_o = fetch(&arrays.d_o, query * of_v + first, of_v, of.count, CHUNK_TOKENS, n);
     sync_cube();
-    put(&mut arena, &q, layout.q, CHUNK_TOKENS, d);
+    put(&mut arena, &q, of.count, layout.q, CHUNK_TOKENS, d);
     let since_start = &factors.since_start;
-    put_scaled(&mut arena, &d_o, since_start, &ones, layout.d_o, CHUNK_TOKENS, n);
+    put_scaled(&mut arena, &d_o, of.count, since_start, &ones, layout.d_o, CHUNK_TOKENS, n);
     if comptime!(config.is_delta()) {
-        let k = fetch(&inputs.k, of.token * of_k, of_k, of.count, CHUNK_TOKENS, d);
-        let base = of.token * of_v + first;
-        let d_w = fetch(&arrays.d_w, base, of_v, of.count, CHUNK_TOKENS, n);
-        let y = fetch_transform(&arrays.y, &of);
-        put(&mut arena, &k, layout.k, CHUNK_TOKENS, d);
-        put(&mut arena, &d_w, layout.d_w, CHUNK_TOKENS, n);
-        put(&mut arena, &y, layout.y, CHUNK_TOKENS, CHUNK_TOKENS);
+        start_shared(&mut arena, inputs, arrays, &of, first, layout, config);
+        wait_for_chunks();
+        take_shared(&mut arena, layout, config);
     }
     sync_cube();
 
@@ -119,6 +122,11 @@ pub fn scan_back(
         let next_q = fetch(&inputs.q, query * of_k, of_k, next.count, CHUNK_TOKENS, d);
         let base = query * of_v + first;
         let next_d_o = fetch(&arrays.d_o, base, of_v, next.count, CHUNK_TOKENS, n);
+        if comptime!(config.is_delta()) {
+            if later % group == 0 {
+                start_shared(&mut arena, inputs, arrays, &next, first, layout, config);
+            }
+        }
 
         // 2. The gradient of the state after the chunk, and what it does to the chunk's values.
         if step % group == 0 {
@@ -128,7 +136,7 @@ pub fn scan_back(
             }
             sync_cube();
             let base = of.number * comptime!(d * config.value_dim / CHUNK) + first;
-            store(&arena, &mut arrays.d_states, base, of_v, layout.d_state, d, n);
+            store(&arena, &mut arrays.d_states, base, of_v, d.runtime(), layout.d_state, d, n);
             if comptime!(config.is_delta()) {
                 correct_back(&mut arena, &mut arrays.d_v, &factors, &of, part, layout, config);
                 let removed = comptime!(Product::atb(layout.k, layout.d_w, [d, n, CHUNK_TOKENS]));
@@ -146,23 +154,60 @@ pub fn scan_back(
 
         // 4. The next step.
         factors.put(&next_factors);
-        put(&mut arena, &next_q, layout.q, CHUNK_TOKENS, d);
+        put(&mut arena, &next_q, next.count, layout.q, CHUNK_TOKENS, d);
         if comptime!(config.is_delta()) {
             if later % group == 0 {
-                let base = next.token * of_v + first;
-                let k = fetch(&inputs.k, next.token * of_k, of_k, next.count, CHUNK_TOKENS, d);
-                let d_w = fetch(&arrays.d_w, base, of_v, next.count, CHUNK_TOKENS, n);
-                let y = fetch_transform(&arrays.y, &next);
-                put(&mut arena, &k, layout.k, CHUNK_TOKENS, d);
-                put(&mut arena, &d_w, layout.d_w, CHUNK_TOKENS, n);
-                put(&mut arena, &y, layout.y, CHUNK_TOKENS, CHUNK_TOKENS);
+                wait_for_chunks();
+                take_shared(&mut arena, layout, config);
             }
         }
         sync_cube();
         let since_start = &factors.since_start;
-        put_scaled(&mut arena, &next_d_o, since_start, &ones, layout.d_o, CHUNK_TOKENS, n);
+        put_scaled(
+            &mut arena,
+            &next_d_o,
+            next.count,
+            since_start,
+            &ones,
+            layout.d_o,
+            CHUNK_TOKENS,
+            n,
+        );
         sync_cube();
     }
+}
+
+/// Starts to load what a chunk's query heads share.
+#[cube]
+fn start_shared(
+    arena: &mut SharedMemory<Chunk>,
+    inputs: &ChunkInputs,
+    arrays: &ScanBackArrays,
+    of: &ChunkOf,
+    first: usize,
+    #[comptime] layout: Layout,
+    #[comptime] config: ChunkConfig,
+) {
+    let (d, n, all) = comptime!((config.head_dim, config.columns, CHUNK_TOKENS));
+    let (of_k, of_v) = comptime!((d / CHUNK, config.value_dim / CHUNK));
+    let [k, y, d_w] = comptime!(layout.next);
+    start_load(arena, &inputs.k, of.token * of_k, of_k, of.count, k, all, d);
+    start_load(arena, &arrays.d_w, of.token * of_v + first, of_v, of.count, d_w, all, n);
+    let (base, stride) = (of.number * comptime!(all * all / CHUNK), comptime!(all / CHUNK));
+    start_load(arena, &arrays.y, base, stride, all.runtime(), y, all, all);
+}
+
+/// Puts what has arrived in the place of the chunk before. Each thread moves what it has loaded.
+#[cube]
+fn take_shared(
+    arena: &mut SharedMemory<Chunk>,
+    #[comptime] layout: Layout,
+    #[comptime] config: ChunkConfig,
+) {
+    let [k, y, d_w] = comptime!(layout.next);
+    copy_rows(arena, k, layout.k, CHUNK_TOKENS, config.head_dim);
+    copy_rows(arena, y, layout.y, CHUNK_TOKENS, CHUNK_TOKENS);
+    copy_rows(arena, d_w, layout.d_w, CHUNK_TOKENS, config.columns);
 }
 
 /// dw, complete; dv = Yᵀ diag(β) dw, written to global memory; −dv decayed from the chunk's start in place of dw.

@@ -3,7 +3,9 @@
 use burn::tensor::bf16;
 use cubecl::prelude::*;
 
-use super::memory::{ChunkConfig, ChunkInputs, ChunkOf, Factors, Own, Sizes, load, rounds};
+use super::memory::{
+    ChunkConfig, ChunkInputs, ChunkOf, Factors, Own, Sizes, finish_loads, rounds, start_load,
+};
 use super::product::{Matrix, Product, WarpTile, add_product};
 use super::{CHUNK_TOKENS, THREADS};
 use crate::tile::product::{Place, Product as SplitProduct, multiply, quads};
@@ -57,10 +59,10 @@ pub fn transform(
 
     // 1. The system; zeros in place of the inverse.
     let stride = comptime!(d / CHUNK);
-    load(&mut tiles, &inputs.k, of.token * stride, stride, of.count, k, CHUNK_TOKENS, d);
+    start_load(&mut tiles, &inputs.k, of.token * stride, stride, of.count, k, CHUNK_TOKENS, d);
     factors.load(inputs, &of, config);
     clear_inverse(&mut arena);
-    sync_cube();
+    finish_loads();
     let scores = comptime!(Product::abt(k, k, [CHUNK_TOKENS, CHUNK_TOKENS, d]));
     let tile = WarpTile::new(scores);
     let mut acc = zeros(comptime!(scores.fragments()));

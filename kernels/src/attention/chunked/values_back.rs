@@ -3,7 +3,7 @@
 
 use cubecl::prelude::*;
 
-use super::memory::{ChunkConfig, ChunkInputs, ChunkOf, Factors, Sizes, load};
+use super::memory::{ChunkConfig, ChunkInputs, ChunkOf, Factors, Sizes, finish_loads, start_load};
 use super::product::{
     Matrix, Product, WarpTile, add_product, pair, scale_rows, write_pair, write_rows,
 };
@@ -70,7 +70,7 @@ pub fn value_gradients(
     let (of_k, of_v) = comptime!((d / CHUNK, config.value_dim / CHUNK));
     let first = part * comptime!(n / CHUNK);
 
-    load(&mut arena, &inputs.k, of.token * of_k, of_k, of.count, layout.k, CHUNK_TOKENS, d);
+    start_load(&mut arena, &inputs.k, of.token * of_k, of_k, of.count, layout.k, CHUNK_TOKENS, d);
     factors.load(inputs, &of, config);
     let square = comptime!([CHUNK_TOKENS, n, CHUNK_TOKENS]);
     let from_chunk = comptime!(Product::atb(layout.scores, layout.d_o, square));
@@ -78,8 +78,8 @@ pub fn value_gradients(
     let mut acc = zeros(comptime!(from_chunk.fragments()));
     if comptime!(!config.is_delta()) {
         let base = of.number * comptime!(d * config.value_dim / CHUNK) + first;
-        load(&mut arena, &arrays.d_states, base, of_v, d.runtime(), layout.d_state, d, n);
-        sync_cube();
+        start_load(&mut arena, &arrays.d_states, base, of_v, d.runtime(), layout.d_state, d, n);
+        finish_loads();
         let from_state = comptime!(Product::ab(layout.k, layout.d_state, [CHUNK_TOKENS, n, d]));
         if own.exists {
             add_product(&arena, &mut acc, &own, from_state);
@@ -89,10 +89,10 @@ pub fn value_gradients(
     keep_loop();
     for head in 0..group {
         let query = of.query(head, &sizes);
-        load(&mut arena, &inputs.q, query * of_k, of_k, of.count, layout.q, CHUNK_TOKENS, d);
+        start_load(&mut arena, &inputs.q, query * of_k, of_k, of.count, layout.q, CHUNK_TOKENS, d);
         let base = query * of_v + first;
-        load(&mut arena, &arrays.d_o, base, of_v, of.count, layout.d_o, CHUNK_TOKENS, n);
-        sync_cube();
+        start_load(&mut arena, &arrays.d_o, base, of_v, of.count, layout.d_o, CHUNK_TOKENS, n);
+        finish_loads();
         let qk = comptime!(Product::abt(layout.q, layout.k, [CHUNK_TOKENS, CHUNK_TOKENS, d]));
         let tile = WarpTile::new(qk);
         let mut scores = zeros(comptime!(qk.fragments()));

@@ -201,9 +201,11 @@ impl VariantSpec for Config {
             ExecPath::Reference => self.linear().saved_by_reference(&channels, shape, seq_len),
         };
         if path == ExecPath::Kernel(DeviceKind::Cuda) {
-            // q and k for every head of v, v as it comes and by head, y, the gate and the result; the norm's input in f32.
-            let elements = keys + 2.0 * channels.v + 3.0 * channels.o;
-            return dtype.size() as f64 * elements + 4.0 * channels.o + saved;
+            // q and k for every head of v, v as it comes and for every head, y, the gate and the result; in f32 the norm's
+            // input and, where heads are normalised by groups, its result before the scales.
+            let elements = keys + channels.v + 4.0 * channels.o;
+            let norms = if self.key_heads == 1 { 1.0 } else { 2.0 };
+            return dtype.size() as f64 * elements + 4.0 * norms * channels.o + saved;
         }
         // q and k for every head of v; in f32 v, for Δ or the skip, and y at each step from the skip to the norm.
         let steps = path.saved_size(dtype) * keys + 4.0 * (channels.v + 4.0 * channels.o);

@@ -169,7 +169,8 @@ impl Op<3> for StepDecay {
         let [logits, bias, a] = &saved[..] else { unreachable!("three tensors are saved") };
         if dims(logits)[2] == dims(a)[0] {
             let call = HeadSteps::new(logits, bias, Some(a), ints);
-            return call.expect("the forward pass has run").backward(&grad).map(Some);
+            let (logits, bias, a) = call.expect("the forward pass has run").backward(&grad);
+            return [Some(logits), Some(bias), a];
         }
         let parameters = Parameters::Learned { bias, a };
         let (logits, vectors) = backward(logits, dims(a)[0], parameters, ints, &grad);

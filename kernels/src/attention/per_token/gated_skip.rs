@@ -69,10 +69,11 @@ impl Op<4> for GatedSkip {
             return None;
         }
         assert_eq!(dims(v), tokens.shape(), "the shape of v");
+        let by_token = [tokens.batch, tokens.seq_len, tokens.heads * tokens.channels];
+        assert_eq!(dims(gate), by_token, "the shape of the gate");
         let [y, v, gate] = [y, v, gate].map(in_chunks);
         let skip = vector(skip, tokens.heads, "the skip");
-        let out =
-            empty(&y, &[tokens.batch, tokens.seq_len, tokens.heads * tokens.channels], DType::F32);
+        let out = empty(&y, &by_token, DType::F32);
         let out = view_by_head(&out, tokens.heads);
         // SAFETY: threads stay within the tokens of the tensors, whose strides they get.
         unsafe {

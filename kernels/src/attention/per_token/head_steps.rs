@@ -68,7 +68,7 @@ impl Op<2> for StepSize {
     ) -> [Option<CudaTensor>; 2] {
         let [logits, bias] = &saved[..] else { unreachable!("two tensors are saved") };
         let call = HeadSteps::new(logits, bias, None, ints).expect("the forward pass has run");
-        let [logits, bias, _] = call.backward(&grad);
+        let (logits, bias, _) = call.backward(&grad);
         [logits, bias].map(Some)
     }
 }
@@ -141,14 +141,15 @@ impl HeadSteps {
         out
     }
 
-    /// The gradients of the logits, the bias and a, where `grad` is that of the result. Without a, the last is 0.
-    pub fn backward(&self, grad: &CudaTensor) -> [CudaTensor; 3] {
+    /// The gradients of the logits, the bias and, if there is one, a, where `grad` is that of the result.
+    pub fn backward(&self, grad: &CudaTensor) -> (CudaTensor, CudaTensor, Option<CudaTensor>) {
         let [batch, seq_len, heads] = self.logits.meta.shape().dims();
         assert_eq!(dims(grad), [batch, heads, seq_len, 1], "the shape of the gradient");
         assert_eq!(grad.dtype, DType::F32, "the type of the gradient");
         let (grad, grid) = (contiguous(grad), self.grid(MOST_PARTS));
         let d_logits = empty(&grad, &[batch, seq_len, heads], DType::F32);
-        let parts = empty(&grad, &[grid[0] * batch, 2 * heads], DType::F32);
+        let sums = sums_of_block(self.a.is_some());
+        let parts = empty(&grad, &[grid[0] * batch, sums * heads], DType::F32);
         // SAFETY: as in `forward`; a block writes its parts.
         unsafe {
             head_steps_back::launch_unchecked::<CudaRuntime>(
@@ -163,9 +164,14 @@ impl HeadSteps {
                 self.starts.is_some(),
             );
         }
-        let [d_bias, d_a] = [0, heads].map(|first| columns(&parts, first, &[heads], 1));
-        [d_logits, d_bias, d_a]
+        let sum = |first| columns(&parts, first, &[heads], 1);
+        (d_logits, sum(0), self.a.is_some().then(|| sum(heads)))
     }
+}
+
+/// Sums that a block of the backward pass forms: the gradient of the bias and, of `decays`, that of a.
+const fn sums_of_block(decays: bool) -> usize {
+    if decays { 2 } else { 1 }
 }
 
 fn count([x, y, z]: [usize; 3]) -> CubeCount {
@@ -253,9 +259,12 @@ fn head_steps_back(
     #[comptime] packed: bool,
 ) {
     let factor = inputs.factor(decays);
-    let mut sums = Array::<f32>::new(2usize);
-    sums[0] = 0f32;
-    sums[1] = 0f32;
+    let counts = comptime!(sums_of_block(decays));
+    let mut sums = Array::<f32>::new(counts);
+    #[unroll]
+    for i in 0..counts {
+        sums[i] = 0f32;
+    }
     for step in 0..inputs.seq_len.div_ceil(CUBE_COUNT_X * CUBE_DIM) {
         let token = (step * CUBE_COUNT_X + CUBE_POS_X) * CUBE_DIM + UNIT_POS;
         if token < inputs.seq_len {
@@ -269,18 +278,19 @@ fn head_steps_back(
             let at = (CUBE_POS_Z * inputs.seq_len + token) * CUBE_COUNT_Y + CUBE_POS_Y;
             d_logits[at as usize] = d_x;
             sums[0] += d_x;
-            sums[1] += d_steps * softplus(x);
+            if comptime!(decays) {
+                sums[1] += d_steps * softplus(x);
+            }
         }
     }
-    let mut scratch = SharedMemory::<f32>::new(comptime!(2 * THREADS / 32));
-    sum_row(&mut sums, &mut scratch, 2usize, THREADS);
-    if UNIT_POS < 2 {
-        let part = (CUBE_POS_Z * CUBE_COUNT_X + CUBE_POS_X) * 2 + UNIT_POS;
-        let mut sum = sums[0];
-        if UNIT_POS == 1 {
-            sum = sums[1];
+    let mut scratch = SharedMemory::<f32>::new(comptime!(counts * THREADS / 32));
+    sum_row(&mut sums, &mut scratch, counts, THREADS);
+    if UNIT_POS == 0 {
+        let first = (CUBE_POS_Z * CUBE_COUNT_X + CUBE_POS_X) * counts as u32;
+        #[unroll]
+        for i in 0..counts {
+            parts[((first + i as u32) * CUBE_COUNT_Y + CUBE_POS_Y) as usize] = sums[i];
         }
-        parts[(part * CUBE_COUNT_Y + CUBE_POS_Y) as usize] = sum;
     }
 }
 

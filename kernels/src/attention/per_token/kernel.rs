@@ -64,14 +64,12 @@ pub fn steps(sizes: &TokenSizes, #[comptime] split: RowSplit) -> usize {
     sizes.tokens.div_ceil(share) as usize
 }
 
-/// A chunk in f32; zeros unless it `exists`.
+/// The chunk at a [`Place`] in f32; zeros unless it `exists`.
+///
+/// The read does not depend on a condition: the compiler would join its value with the other one, and wait for it, at once.
 #[cube]
 pub fn load(x: &Array<Chunk>, at: usize, exists: bool) -> Wide {
-    let mut value = zeros();
-    if exists {
-        value = Wide::cast_from(x[at]);
-    }
-    value
+    select(exists, Wide::cast_from(x[at]), zeros())
 }
 
 #[cube]

@@ -7,29 +7,32 @@
 //! 3. `scan`: the state before each chunk.
 //! 4. `output`.
 //!
-//! Backward, the scan from the last chunk to the first, the values' gradients, and `gradients`, which goes back through 1
-//! and 2. Every sum has one owner and a fixed order: equal inputs give equal bits.
+//! Backward, the scan from the last chunk to the first, the values' gradients, and two kernels that go back through 1 and
+//! 2: `matrices_back` to decayed vectors and scores, `vectors_back` from there to vectors and decays. Every sum has one owner and a fixed order: equal inputs give equal bits.
 
-mod gradients;
+mod backward;
 mod levels;
+mod matrices_back;
 mod near;
 mod output;
 mod queries;
 mod scan;
+mod scores;
 #[cfg(test)]
 mod tests;
 mod transform;
+mod vectors_back;
 
 use burn::tensor::DType;
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
-use self::gradients::GradientArraysLaunch;
 use self::output::OutputArraysLaunch;
 use self::queries::QueryArraysLaunch;
 use self::scan::ScanArraysLaunch;
 use self::transform::TransformArraysLaunch;
 use super::memory::SizesLaunch;
+use super::product::{Matrix, Product};
 use super::{CHUNK_TOKENS, States, THREADS, serves};
 use crate::attention::AttentionShape;
 use crate::cuda::{CudaTensor, buffer, contiguous, empty, multiprocessors};
@@ -94,14 +97,44 @@ impl DiagonalConfig {
         if self.is_weighted() { levels::Role::WritesWeighted } else { levels::Role::Writes }
     }
 
-    /// Fragments of a warp's part of 64 tokens of head_dim channels.
+    /// How queries read.
+    const fn queries_read(&self) -> Reading {
+        Reading { after: 1, own: true }
+    }
+
+    /// How removal keys read.
+    const fn removal_reads(&self) -> Reading {
+        Reading { after: self.reads_after(), own: false }
+    }
+
+    /// A product whose result has the size of a chunk's vectors.
+    const fn vectors(&self) -> Product {
+        Product::ab(NOWHERE, NOWHERE, [CHUNK_TOKENS, self.head_dim, 16])
+    }
+
+    /// Fragments of a warp's part of a chunk's vectors.
     const fn fragments(&self) -> usize {
-        super::product::Product::ab(NOWHERE, NOWHERE, [CHUNK_TOKENS, self.head_dim, 16]).fragments()
+        self.vectors().fragments()
     }
 }
 
 /// For products of which only the size matters.
-const NOWHERE: super::product::Matrix = super::product::Matrix::new(0, 16);
+const NOWHERE: Matrix = Matrix::new(0, 16);
+
+/// What a kind of readers reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Reading {
+    /// The row of sums, from its token's on, up to which a reader reads: 1, or 0 if it reads before the decay of its token.
+    after: usize,
+    /// Whether it reads what its own token writes.
+    own: bool,
+}
+
+impl Reading {
+    const fn is_before(&self) -> bool {
+        self.after == 0
+    }
+}
 
 /// The inputs of the kernels. Without a correction of its own, an update's correction is its key, and so is its
 /// removal key.
@@ -472,87 +505,5 @@ impl Diagonal {
                 config,
             );
         }
-    }
-
-    /// The gradients, where `grad` is that of y.
-    ///
-    /// # Panics
-    /// When its shape or type is another than y's.
-    pub fn backward(&self, saved: &Saved, grad: &CudaTensor) -> Grads {
-        let call = self.checked();
-        let [rows, group, seq_len, d, value_dim] = call.sizes();
-        assert_eq!(dims(grad), [rows, group, seq_len, value_dim], "the shape of the gradient");
-        assert_eq!(grad.dtype, DType::BF16, "the type of the gradient");
-        let (d_o, like) = (contiguous(grad), &call.q);
-        let d_states = empty(like, &[rows, call.chunks(), d, value_dim], DType::BF16);
-        call.scan(saved, &d_o, &d_states, &States::default(), true);
-        let vectors = || empty(like, &[rows, seq_len, d], DType::BF16);
-        let grads = Diagonal {
-            q: empty(like, &[rows, group, seq_len, d], DType::BF16),
-            k: vectors(),
-            v: empty(like, &[rows, seq_len, value_dim], DType::BF16),
-            log_decay: empty(like, &[rows, seq_len, d], DType::F32),
-            corrections: match &call.corrections {
-                Corrections::None => Corrections::None,
-                Corrections::Weights(_) => {
-                    Corrections::Weights(empty(like, &[rows, seq_len, 1], DType::F32))
-                }
-                Corrections::Vectors { .. } => {
-                    Corrections::Vectors { removal: vectors(), correction: vectors() }
-                }
-            },
-        };
-        let number = rows * call.chunks();
-        let config = call.config(64);
-        let corrected = saved.corrected.as_ref();
-        let or_nothing = |x: Option<&CudaTensor>| buffer(x.unwrap_or(&saved.keys), CHUNK);
-        let (d_removal, d_correction, d_beta) = match &grads.corrections {
-            // The key is what is written.
-            Corrections::None => (&grads.k, &grads.k, None),
-            Corrections::Weights(beta) => (&grads.k, &grads.k, Some(beta)),
-            Corrections::Vectors { removal, correction } => (removal, correction, None),
-        };
-        // SAFETY: as in `forward`.
-        unsafe {
-            output::diagonal_values::launch_unchecked::<CudaRuntime>(
-                &like.client,
-                CubeCount::Static(as_u32(number * config.parts()), 1, 1),
-                dim(THREADS),
-                OutputArraysLaunch::new(
-                    buffer(&saved.keys, CHUNK),
-                    buffer(&saved.scores, CHUNK),
-                    buffer(&d_o, CHUNK),
-                    buffer(&d_states, CHUNK),
-                    buffer(&grads.v, 2),
-                ),
-                call.launch_sizes(),
-                config,
-            );
-            gradients::diagonal_gradients::launch_unchecked::<CudaRuntime>(
-                &like.client,
-                CubeCount::Static(as_u32(number), 1, 1),
-                dim(THREADS),
-                call.inputs(),
-                GradientArraysLaunch::new(
-                    buffer(&d_o, CHUNK),
-                    buffer(&call.v, CHUNK),
-                    buffer(&saved.states, CHUNK),
-                    buffer(&d_states, CHUNK),
-                    or_nothing(corrected.map(|x| &x.transfer)),
-                    or_nothing(corrected.map(|x| &x.reads)),
-                    or_nothing(corrected.map(|x| &x.inverse)),
-                    or_nothing(corrected.map(|x| &x.of_corrections)),
-                    buffer(&grads.q, 2),
-                    buffer(d_removal, 2),
-                    buffer(d_correction, 2),
-                    buffer(&grads.k, 2),
-                    buffer(&grads.log_decay, 1),
-                    d_beta.map_or_else(|| nothing(&grads.log_decay), |beta| buffer(beta, 1)),
-                ),
-                call.launch_sizes(),
-                config,
-            );
-        }
-        grads
     }
 }

@@ -5,11 +5,10 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 
 use super::super::product::{Matrix, WarpTile, pair, read_pair};
-use super::DiagonalConfig;
 use super::levels::{
-    BLOCK, MIDDLE, MOST_DECAY, Operands, is_mild, last_writer, meet, reads, row_of_sums, scale_all,
-    scale_level, sum_pair,
+    BLOCK, MOST_DECAY, Operands, last_writer, meet, reads, row_of_sums, scale_level, sum_pair,
 };
+use super::{DiagonalConfig, Reading};
 use crate::tile::{Accumulator, Bf16Pair, CHUNK, Chunk, Pair, exp2, half, keep_loop, zeros};
 
 /// The gradients of a chunk's readers and writers: results of 64 tokens of head_dim channels.
@@ -27,121 +26,73 @@ pub struct Near {
     pub of_readers: Accumulator,
 }
 
-/// Adds the gradients that reach vectors by the scores, whose gradients `d_scores`, with corrections and with keys, are 0
-/// wherever there is no score. Synchronises before it returns.
+/// Adds the gradients that reach the readers of a mild chunk by the scores, whose gradients `d_scores`, with corrections and
+/// with keys, are 0 wherever there is no score. All vectors are given decayed to the chunk's middle.
 #[cube]
-pub fn add_near(
-    arena: &mut SharedMemory<Chunk>,
+pub fn add_mild_reads(
+    arena: &SharedMemory<Chunk>,
     sums: &SharedMemory<f32>,
-    weights: &SharedMemory<f32>,
     near: &mut Near,
     tile: &WarpTile,
-    after: usize,
-    own: bool,
+    #[comptime] reading: Reading,
     #[comptime] d_scores: [Matrix; 2],
     #[comptime] o: Operands,
     #[comptime] config: DiagonalConfig,
 ) {
-    if is_mild(sums, comptime!(config.head_dim)) {
-        scale_all(arena, sums, weights, after, MIDDLE, o, config);
-        sync_cube();
-        if tile.exists {
-            // No block is too small for its tokens to be told apart: d_scores has zeros where there is no score.
-            let (first, half) = (tile.down * BLOCK, 32u32.runtime());
-            let (earlier, later) = (tile.down as u32 + 1, 4 - tile.down as u32);
-            let mut acc = zeros(comptime!(config.fragments()));
-            add_reads(
-                arena,
-                &mut acc,
-                tile,
-                first,
-                0usize.runtime(),
-                earlier,
-                half,
-                d_scores[0],
-                o.w,
-                config,
-            );
-            if comptime!(config.writers() == 2) {
-                add_reads(
-                    arena,
-                    &mut acc,
-                    tile,
-                    first,
-                    0usize.runtime(),
-                    earlier,
-                    half,
-                    d_scores[1],
-                    o.y,
-                    config,
-                );
-            }
-            add_of_readers(arena, sums, near, &acc, tile, half, after, o, config);
-            let mut acc = zeros(comptime!(config.fragments()));
-            add_writes(arena, &mut acc, tile, first, first, later, half, d_scores[0], o.x, config);
-            add_of_level(
-                arena,
-                sums,
-                &mut near.correction,
-                &mut near.of_sums,
-                &acc,
-                tile,
-                half,
-                1usize.runtime(),
-                false,
-                o.w,
-                config,
-            );
-            if comptime!(config.writers() == 2) {
-                let mut acc = zeros(comptime!(config.fragments()));
-                add_writes(
-                    arena,
-                    &mut acc,
-                    tile,
-                    first,
-                    first,
-                    later,
-                    half,
-                    d_scores[1],
-                    o.x,
-                    config,
-                );
-                add_of_level(
-                    arena,
-                    sums,
-                    &mut near.key,
-                    &mut near.of_sums,
-                    &acc,
-                    tile,
-                    half,
-                    1usize.runtime(),
-                    false,
-                    o.y,
-                    config,
-                );
-            }
-        }
-        sync_cube();
-    } else {
-        add_levels(arena, sums, weights, near, tile, after, own, d_scores, o, config);
+    let (first, zero, half) = (tile.down * BLOCK, 0usize.runtime(), WHOLE.runtime());
+    let earlier = tile.down as u32 + 1;
+    let mut acc = zeros(comptime!(config.fragments()));
+    add_reads(arena, &mut acc, tile, first, zero, earlier, half, d_scores[0], o.w, config);
+    if comptime!(config.writers() == 2) {
+        add_reads(arena, &mut acc, tile, first, zero, earlier, half, d_scores[1], o.y, config);
+    }
+    add_of_readers(arena, sums, near, &acc, tile, half, reading, o, config);
+}
+
+/// As [`add_mild_reads`], those that reach the writers.
+#[cube]
+pub fn add_mild_writes(
+    arena: &SharedMemory<Chunk>,
+    sums: &SharedMemory<f32>,
+    near: &mut Near,
+    tile: &WarpTile,
+    #[comptime] d_scores: [Matrix; 2],
+    #[comptime] o: Operands,
+    #[comptime] config: DiagonalConfig,
+) {
+    let (first, after, half) = (tile.down * BLOCK, 1usize.runtime(), WHOLE.runtime());
+    let later = 4 - tile.down as u32;
+    let mut acc = zeros(comptime!(config.fragments()));
+    add_writes(arena, &mut acc, tile, first, first, later, half, d_scores[0], o.x, config);
+    let (to, of_sums) = (&mut near.correction, &mut near.of_sums);
+    add_of_level(arena, sums, to, of_sums, &acc, tile, half, after, false, o.w, config);
+    if comptime!(config.writers() == 2) {
+        let mut acc = zeros(comptime!(config.fragments()));
+        add_writes(arena, &mut acc, tile, first, first, later, half, d_scores[1], o.x, config);
+        let (to, of_sums) = (&mut near.key, &mut near.of_sums);
+        add_of_level(arena, sums, to, of_sums, &acc, tile, half, after, false, o.y, config);
     }
 }
 
-/// [`add_near`], level by level.
+/// The level at which the decays of a mild chunk are split, at its middle. No block is too small for its tokens to be told
+/// apart there: d_scores has zeros where there is no score.
+const WHOLE: u32 = 32;
+
+/// As [`add_mild_reads`] and [`add_mild_writes`], of any chunk, level by level; vectors are given without decay.
+/// Synchronises before it returns.
 #[cube]
-fn add_levels(
+pub fn add_levels(
     arena: &mut SharedMemory<Chunk>,
     sums: &SharedMemory<f32>,
     weights: &SharedMemory<f32>,
     near: &mut Near,
     tile: &WarpTile,
-    after: usize,
-    own: bool,
+    #[comptime] reading: Reading,
     #[comptime] d_scores: [Matrix; 2],
     #[comptime] o: Operands,
     #[comptime] config: DiagonalConfig,
 ) {
-    if own {
+    if comptime!(reading.own) {
         if tile.exists {
             add_own(arena, weights, near, tile, d_scores, o, config);
         }
@@ -149,7 +100,7 @@ fn add_levels(
     let mut half = u32::cast_from(32u32);
     keep_loop();
     for _ in 0..6usize {
-        scale_level(arena, sums, weights, after, half, o, config);
+        scale_level(arena, sums, weights, reading.after.runtime(), half, o, config);
         sync_cube();
         if tile.exists {
             let first = tile.down * BLOCK;
@@ -188,7 +139,7 @@ fn add_levels(
                         config,
                     );
                 }
-                add_of_readers(arena, sums, near, &acc, tile, half, after, o, config);
+                add_of_readers(arena, sums, near, &acc, tile, half, reading, o, config);
             }
             if !reads || !far {
                 let from = select(far, boundary as usize, first);
@@ -307,11 +258,11 @@ fn add_of_readers(
     acc: &Accumulator,
     tile: &WarpTile,
     half: u32,
-    after: usize,
+    #[comptime] reading: Reading,
     #[comptime] o: Operands,
     #[comptime] config: DiagonalConfig,
 ) {
-    if comptime!(config.reads_before()) {
+    if comptime!(reading.is_before()) {
         add_of_level(
             arena,
             sums,
@@ -320,7 +271,7 @@ fn add_of_readers(
             acc,
             tile,
             half,
-            after,
+            reading.after.runtime(),
             true,
             o.x,
             config,
@@ -334,7 +285,7 @@ fn add_of_readers(
             acc,
             tile,
             half,
-            after,
+            reading.after.runtime(),
             true,
             o.x,
             config,

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::super::memory::{ChunkOf, Sizes, load};
+use super::super::memory::{ChunkOf, Sizes, finish_loads, start_load};
 use super::super::product::{Matrix, Product, WarpTile, add_product, write_rows};
 use super::super::{CHUNK_TOKENS, THREADS};
 use super::DiagonalConfig;
@@ -64,7 +64,7 @@ pub fn diagonal_output(
     let query = of.query(head % group, &sizes);
     let of_k = comptime!(d / CHUNK);
 
-    load(
+    start_load(
         &mut arena,
         &arrays.vectors,
         query * of_k,
@@ -79,7 +79,7 @@ pub fn diagonal_output(
     keep_loop();
     for part in 0..parts {
         load_part(&mut arena, arrays, &of, of.token, part, layout, config);
-        sync_cube();
+        finish_loads();
         let from_state = comptime!(Product::ab(layout.vectors, layout.state, [CHUNK_TOKENS, n, d]));
         let from_chunk =
             comptime!(Product::ab(layout.scores, layout.values, [CHUNK_TOKENS, n, CHUNK_TOKENS]));
@@ -115,7 +115,7 @@ pub fn diagonal_values(
     let of = ChunkOf::new(number / chunks, number % chunks, &sizes);
     let of_k = comptime!(d / CHUNK);
 
-    load(
+    start_load(
         &mut arena,
         &arrays.vectors,
         of.token * of_k,
@@ -135,7 +135,7 @@ pub fn diagonal_values(
         load_part(&mut arena, arrays, &of, of.query(head, &sizes), part, layout, config);
         let scores = (of.row * group + head) * chunks + of.chunk;
         load_scores(&mut arena, &arrays.scores, scores, layout);
-        sync_cube();
+        finish_loads();
         if tile.exists {
             if head == 0 {
                 add_product(&arena, &mut acc, &tile, from_state);
@@ -161,7 +161,7 @@ fn load_scores(
     let stride = comptime!(CHUNK_TOKENS / CHUNK);
     let base = number * comptime!(CHUNK_TOKENS * CHUNK_TOKENS / CHUNK);
     let all = CHUNK_TOKENS.runtime();
-    load(arena, scores, base, stride, all, layout.scores, CHUNK_TOKENS, CHUNK_TOKENS);
+    start_load(arena, scores, base, stride, all, layout.scores, CHUNK_TOKENS, CHUNK_TOKENS);
 }
 
 /// Reads a part of the values from `token` on, and of the state.
@@ -178,7 +178,7 @@ fn load_part(
     let (d, n) = comptime!((config.head_dim, config.columns));
     let of_v = comptime!(config.value_dim / CHUNK);
     let first = part * comptime!(n / CHUNK);
-    load(
+    start_load(
         arena,
         &arrays.values,
         token * of_v + first,
@@ -189,5 +189,5 @@ fn load_part(
         n,
     );
     let base = of.number * comptime!(d * config.value_dim / CHUNK) + first;
-    load(arena, &arrays.states, base, of_v, d.runtime(), layout.state, d, n);
+    start_load(arena, &arrays.states, base, of_v, d.runtime(), layout.state, d, n);
 }

@@ -3,12 +3,11 @@
 use cubecl::prelude::*;
 
 use super::super::CHUNK_TOKENS;
-use super::super::memory::{ChunkOf, Sizes, load};
+use super::super::memory::{ChunkOf, Sizes, finish_loads, start_load};
 use super::super::product::{Matrix, Product, WarpTile, add_product, scale, write_rows};
 use super::super::transform::ROW;
-use super::levels::{
-    Operands, Role, Target, load_sums, load_weights, scale_rows_by, scores, store_scores, sums_len,
-};
+use super::levels::{Operands, Role, load_sums, load_weights, scale_rows_by, sums_len};
+use super::scores::{Target, scores, store_scores};
 use super::transform::add_matrix;
 use super::{DiagonalConfig, DiagonalInputs};
 use crate::tile::product::Place;
@@ -92,11 +91,20 @@ pub fn diagonal_queries(
     let query = of.query(head % group, &sizes);
     let stride = comptime!(d / CHUNK);
 
-    load(&mut arena, &inputs.q, query * stride, stride, of.count, o.reader, CHUNK_TOKENS, d);
+    start_load(&mut arena, &inputs.q, query * stride, stride, of.count, o.reader, CHUNK_TOKENS, d);
     let base = of.token * stride;
-    load(&mut arena, &inputs.correction, base, stride, of.count, o.correction, CHUNK_TOKENS, d);
+    start_load(
+        &mut arena,
+        &inputs.correction,
+        base,
+        stride,
+        of.count,
+        o.correction,
+        CHUNK_TOKENS,
+        d,
+    );
     if comptime!(config.writers() == 2) {
-        load(&mut arena, &inputs.key, base, stride, of.count, o.key, CHUNK_TOKENS, d);
+        start_load(&mut arena, &inputs.key, base, stride, of.count, o.key, CHUNK_TOKENS, d);
     }
     load_weights(&mut weights, &inputs.beta, &of, config);
     load_sums(&mut numbers, &inputs.log_decay, &of, d);
@@ -126,7 +134,7 @@ pub fn diagonal_queries(
     if comptime!(config.corrects()) {
         let base = of.number * comptime!(CHUNK_TOKENS * CHUNK_TOKENS / CHUNK);
         let (all, of_scores) = comptime!((CHUNK_TOKENS, CHUNK_TOKENS / CHUNK));
-        load(
+        start_load(
             &mut arena,
             &arrays.transfer,
             base,
@@ -137,9 +145,9 @@ pub fn diagonal_queries(
             all,
         );
         let base = of.number * comptime!(CHUNK_TOKENS * d / CHUNK);
-        load(&mut arena, &arrays.reads, base, stride, all.runtime(), layout.reads, all, d);
+        start_load(&mut arena, &arrays.reads, base, stride, all.runtime(), layout.reads, all, d);
     }
-    sync_cube();
+    finish_loads();
 
     let by_values = comptime!(Product::ab(layout.scores, layout.transfer, [CHUNK_TOKENS; 3]));
     let tile = WarpTile::new(by_values);

@@ -94,6 +94,8 @@ struct Ahead {
     vectors: Array<Chunk>,
     values: Array<Chunk>,
     change: Array<Chunk>,
+    /// Tokens of the vectors and values.
+    count: usize,
     /// The decays of the warp's rows of the state.
     decay: Array<f32>,
 }
@@ -111,6 +113,7 @@ impl Ahead {
             } else {
                 1
             })),
+            count: usize::cast_from(0u32),
             decay: Array::<f32>::new(2usize),
         }
     }
@@ -127,6 +130,7 @@ impl Ahead {
         let (d, n) = comptime!((config.head_dim, config.columns));
         let (of_k, of_v) = comptime!((d / CHUNK, config.value_dim / CHUNK));
         let (token, count) = (step.token, step.of.count);
+        self.count = count;
         fetch_to(&mut self.vectors, &arrays.vectors, token * of_k, of_k, count, CHUNK_TOKENS, d);
         let base = token * of_v + first;
         fetch_to(&mut self.values, &arrays.values, base, of_v, count, CHUNK_TOKENS, n);
@@ -150,10 +154,10 @@ impl Ahead {
         #[comptime] config: DiagonalConfig,
     ) {
         let (d, n) = comptime!((config.head_dim, config.columns));
-        put(arena, &self.vectors, layout.vectors, CHUNK_TOKENS, d);
-        put(arena, &self.values, layout.values, CHUNK_TOKENS, n);
+        put(arena, &self.vectors, self.count, layout.vectors, CHUNK_TOKENS, d);
+        put(arena, &self.values, self.count, layout.values, CHUNK_TOKENS, n);
         if comptime!(config.corrects()) {
-            put(arena, &self.change, layout.change, d, d);
+            put(arena, &self.change, d.runtime(), layout.change, d, d);
         }
     }
 
@@ -261,7 +265,7 @@ fn advance(
     if step.begins {
         let base = step.of.number * comptime!(d * config.value_dim / CHUNK) + first;
         let of_v = comptime!(config.value_dim / CHUNK);
-        store(arena, &mut arrays.states, base, of_v, here.state, d, n);
+        store(arena, &mut arrays.states, base, of_v, d.runtime(), here.state, d, n);
     }
     if own.exists {
         if step.begins {

@@ -3,15 +3,15 @@
 use cubecl::prelude::*;
 
 use super::super::CHUNK_TOKENS;
-use super::super::memory::{ChunkOf, Own, Sizes, load, rounds};
+use super::super::memory::{ChunkOf, Own, Sizes, rounds, start_load};
 use super::super::product::{
     Matrix, Product, WarpTile, add_product, read_pair, scale, write, write_rows,
 };
 use super::super::transform::{ELEMENTS, INVERSE, ROW, SYSTEM, clear_inverse, invert, rounded};
 use super::levels::{
-    Operands, Role, Target, load_sums, load_weights, row_of_sums, scale_rows_by, scores,
-    store_scores, sums_len,
+    Operands, Role, load_sums, load_weights, row_of_sums, scale_rows_by, sums_len,
 };
+use super::scores::{Target, scores, store_scores};
 use super::{DiagonalConfig, DiagonalInputs};
 use crate::tile::product::{Place, Product as SplitProduct, multiply};
 use crate::tile::{Bf16Pair, CHUNK, Chunk, define_exp2, exp2, zeros};
@@ -107,10 +107,19 @@ pub fn diagonal_transform(
     let stride = comptime!(d / CHUNK);
     let base = of.token * stride;
 
-    load(&mut arena, &inputs.correction, base, stride, of.count, o.correction, CHUNK_TOKENS, d);
+    start_load(
+        &mut arena,
+        &inputs.correction,
+        base,
+        stride,
+        of.count,
+        o.correction,
+        CHUNK_TOKENS,
+        d,
+    );
     if comptime!(config.writers() == 2) {
-        load(&mut arena, &inputs.removal, base, stride, of.count, o.reader, CHUNK_TOKENS, d);
-        load(&mut arena, &inputs.key, base, stride, of.count, o.key, CHUNK_TOKENS, d);
+        start_load(&mut arena, &inputs.removal, base, stride, of.count, o.reader, CHUNK_TOKENS, d);
+        start_load(&mut arena, &inputs.key, base, stride, of.count, o.key, CHUNK_TOKENS, d);
     }
     load_weights(&mut weights, &inputs.beta, &of, config);
     load_sums(&mut numbers, &inputs.log_decay, &of, d);

@@ -51,28 +51,35 @@ impl SplitTile {
     ) {
         let chunks_per_row = comptime!(self.dim / CHUNK);
         let rows = comptime!(self.rows);
-        let mut at = UNIT_POS as usize;
-        while at < comptime!(self.rows * self.dim / CHUNK) {
-            let (row, chunk) = (at / chunks_per_row, at % chunks_per_row);
-            let mut high = Chunk::cast_from(0f32);
-            let mut low = Chunk::cast_from(0f32);
-            if (row < count) & (chunk * CHUNK < columns) {
+        let chunks = comptime!(self.rows * self.dim / CHUNK);
+        #[unroll]
+        for round in 0..comptime!(chunks.div_ceil(threads)) {
+            let at = UNIT_POS as usize + comptime!(round * threads);
+            if comptime!(chunks.is_multiple_of(threads)) || at < chunks {
+                let (row, chunk) = (at / chunks_per_row, at % chunks_per_row);
+                let exists = row < count && chunk * CHUNK < columns;
+                // No read depends on a condition: the compiler would wait for each before it starts the next.
+                let last = comptime!(columns / CHUNK - 1).runtime();
+                let from =
+                    base + min(row, count - 1) * stride + min(chunk, last) * comptime!(CHUNK / 2);
+                let mut high = Chunk::cast_from(0f32);
+                let mut low = Chunk::cast_from(0f32);
                 #[unroll]
                 for i in 0..comptime!(CHUNK / 2) {
-                    let pair = source[base + row * stride + chunk * comptime!(CHUNK / 2) + i];
+                    let pair = source[from + i];
                     #[unroll]
                     for e in 0..2usize {
-                        let nearest = bf16::cast_from(pair[e]);
+                        let value = select(exists, pair[e], 0f32);
+                        let nearest = bf16::cast_from(value);
                         high[comptime!(i * 2 + e)] = nearest;
                         low[comptime!(i * 2 + e)] =
-                            bf16::cast_from(pair[e] - f32::cast_from(nearest));
+                            bf16::cast_from(value - f32::cast_from(nearest));
                     }
                 }
+                let to = chunk / PANEL * rows * PANEL + place(row as u32, (chunk % PANEL) as u32);
+                self.high[to] = high;
+                self.low[to] = low;
             }
-            let to = chunk / PANEL * rows * PANEL + place(row as u32, (chunk % PANEL) as u32);
-            self.high[to] = high;
-            self.low[to] = low;
-            at += threads;
         }
     }
 

@@ -168,16 +168,16 @@ pub fn load_head<E: Numeric>(
 ) {
     let mut quads = quads_mut(arena);
     let base = source.strides.base(of.batch, head) + of.first() * source.strides.row as usize;
+    #[unroll]
     for round in 0..comptime!(rounds_of(BLOCK, dim)) {
         let own = RowQuad::of_round(round, BLOCK, dim);
         if own.exists {
-            let mut value = Quad::cast_from(0f32);
-            if own.row < of.count {
-                let chunk = base + own.row * source.strides.row as usize;
-                let at = chunk * comptime!(CHUNK / 4) + own.quad;
-                value = Quad::cast_from(source.quads[at]) * Quad::cast_from(factor);
-            }
-            quads[own.at(to)] = value;
+            // No read depends on a condition: the compiler would wait for each before it starts the next.
+            let row = min(own.row, of.count - 1);
+            let chunk = base + row * source.strides.row as usize;
+            let at = chunk * comptime!(CHUNK / 4) + own.quad;
+            let factor = select(own.row < of.count, factor, 0f32);
+            quads[own.at(to)] = Quad::cast_from(source.quads[at]) * Quad::cast_from(factor);
         }
     }
 }
