@@ -303,6 +303,12 @@ pub trait VariantSpec:
         false
     }
 
+    /// Whether all that outputs depend on of the tokens before a row is a state in f32 of
+    /// [`VariantSpec::state_elements`], at any length, from which [`Variant::attend_from`] goes on.
+    fn carries_state(&self) -> bool {
+        false
+    }
+
     /// The projections that the layer computes for this variant beside q, k and v.
     fn projections(&self, shape: &AttentionShape) -> Vec<ProjectionSpec> {
         let _ = shape;
@@ -398,6 +404,21 @@ pub trait Variant: VariantSpec {
         documents: DocumentStarts<B>,
         path: ExecPath,
     ) -> Tensor<B, 4>;
+
+    /// As [`Variant::attend`], for a kind that [carries a state](VariantSpec::carries_state): rows go on from `state`,
+    /// `[batch, state_elements]`, 0 before the first token of all, which becomes that after their last tokens. It has no
+    /// gradient. Documents that began before their row start at −1; any other start clears the state.
+    fn attend_from<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        documents: DocumentStarts<B>,
+        state: &mut Tensor<B, 2>,
+        path: ExecPath,
+    ) -> Tensor<B, 4> {
+        let _ = (shape, inputs, documents, state, path);
+        unreachable!("{self:?} carries no state")
+    }
 
     /// The state before the first token, for this path. `capacity` is the expected number of tokens:
     /// growing buffers may reserve room for them.

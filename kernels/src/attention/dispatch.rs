@@ -13,7 +13,7 @@ use super::probe::{Metric, Probe};
 use super::{
     AttentionShape, DecodeState, DocumentStarts, Inputs, Variant, VariantSpec, retention, weights,
 };
-use crate::backend::{Op, OpBackend, kernels_allowed, primitive};
+use crate::backend::{Op, OpBackend, StateOp, kernels_allowed, primitive};
 use crate::cuda::CudaTensor;
 use crate::device::DeviceKind;
 
@@ -128,12 +128,37 @@ impl ExecPath {
     ) -> FloatTensor<B> {
         match self {
             ExecPath::Reference => B::run(op, inputs, ints),
-            ExecPath::Kernel(device) => B::run_kernel(op, &inputs, &ints).unwrap_or_else(|| {
-                let inputs = inputs.each_ref().map(|x| (x.shape(), x.dtype()));
-                panic!("{op:?} has no kernel on {device} for {inputs:?}, which its kind serves")
-            }),
+            ExecPath::Kernel(device) => B::run_kernel(op, &inputs, &ints)
+                .unwrap_or_else(|| declined::<B, O, N>(op, device, &inputs)),
         }
     }
+
+    /// As [`ExecPath::run`], from the state `before` the first token; also the state after the last.
+    ///
+    /// # Panics
+    /// As [`ExecPath::run`].
+    pub(crate) fn run_from<B: OpBackend, O: StateOp<N>, const N: usize>(
+        self,
+        op: &O,
+        inputs: [FloatTensor<B>; N],
+        ints: Vec<IntTensor<B>>,
+        before: FloatTensor<B>,
+    ) -> [FloatTensor<B>; 2] {
+        match self {
+            ExecPath::Reference => B::run_from(op, inputs, ints, before),
+            ExecPath::Kernel(device) => B::run_kernel_from(op, &inputs, &ints, &before)
+                .unwrap_or_else(|| declined::<B, O, N>(op, device, &inputs)),
+        }
+    }
+}
+
+fn declined<B: OpBackend, O: Op<N>, const N: usize>(
+    op: &O,
+    device: DeviceKind,
+    inputs: &[FloatTensor<B>; N],
+) -> ! {
+    let inputs = inputs.each_ref().map(|x| (x.shape(), x.dtype()));
+    panic!("{op:?} has no kernel on {device} for {inputs:?}, which its kind serves")
 }
 
 /// `x` as a CUDA tensor, for code without a gradient, such as decoding.
@@ -167,6 +192,25 @@ pub(super) fn attend_on<V: Variant, B: OpBackend>(
 ) -> Tensor<B, 4> {
     let dtype = inputs.q.dtype();
     variant.attend(shape, path.cast(inputs), documents, path).cast(dtype)
+}
+
+/// [`Variant::attend_from`] on the path that serves these inputs; the output has q's type.
+///
+/// # Panics
+/// When the kind carries no state, or `state` has another shape.
+pub fn attend_from<V: Variant, B: OpBackend>(
+    variant: &V,
+    shape: &AttentionShape,
+    inputs: Inputs<B>,
+    documents: DocumentStarts<B>,
+    state: &mut Tensor<B, 2>,
+) -> Tensor<B, 4> {
+    assert!(variant.carries_state(), "{variant:?} carries no state");
+    let path = ExecPath::of_inputs(variant, shape, &inputs, false);
+    let (dtype, [batch, _, seq_len, _]) = (inputs.q.dtype(), inputs.q.dims());
+    let elements = variant.state_elements(shape, seq_len) as usize;
+    assert_eq!(state.dims(), [batch, elements], "the shape of the state");
+    variant.attend_from(shape, path.cast(inputs), documents, state, path).cast(dtype)
 }
 
 /// What [`observe`] can report to a [thorough](Probe::thorough) probe.

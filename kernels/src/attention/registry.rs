@@ -105,6 +105,11 @@ macro_rules! registry {
                 match self { $(Self::$name(c) => c.short_conv(),)+ }
             }
 
+            /// As [`VariantSpec::carries_state`].
+            pub fn carries_state(&self) -> bool {
+                match self { $(Self::$name(c) => c.carries_state(),)+ }
+            }
+
             /// As [`VariantSpec::projections`].
             pub fn projections(&self, shape: &AttentionShape) -> Vec<ProjectionSpec> {
                 match self { $(Self::$name(c) => c.projections(shape),)+ }
@@ -140,6 +145,22 @@ macro_rules! registry {
             ) -> Tensor<B, 4> {
                 match self {
                     $(Self::$name(c) => dispatch::attend(c, shape, inputs, documents),)+
+                }
+            }
+
+            /// As [`dispatch::attend_from`].
+            ///
+            /// # Panics
+            /// When the kind carries no state, or `state` has another shape.
+            pub fn attend_from<B: OpBackend>(
+                &self,
+                shape: &AttentionShape,
+                inputs: Inputs<B>,
+                documents: DocumentStarts<B>,
+                state: &mut Tensor<B, 2>,
+            ) -> Tensor<B, 4> {
+                match self {
+                    $(Self::$name(c) => dispatch::attend_from(c, shape, inputs, documents, state),)+
                 }
             }
 

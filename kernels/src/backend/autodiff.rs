@@ -8,12 +8,12 @@ use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
-use burn::tensor::backend::Backend;
+use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{DType, TensorMetadata};
 
 use super::grad_accumulation::take_grad_accum;
-use super::{Forward, Op, OpBackend};
+use super::{Forward, Op, OpBackend, StateOp};
 use crate::device::{Allocation, DeviceKind};
 
 /// The node of an operation that ran a kernel.
@@ -79,6 +79,34 @@ impl<B: OpBackend> Backward<B, 1> for ToF32 {
     }
 }
 
+/// The tensors without their nodes, and which of them require a gradient.
+fn without_nodes<B: OpBackend, C: CheckpointStrategy, const N: usize>(
+    inputs: &[FloatTensor<Autodiff<B, C>>; N],
+) -> ([FloatTensor<B>; N], [bool; N]) {
+    let primitives = std::array::from_fn(|i| inputs[i].primitive.clone());
+    (primitives, std::array::from_fn(|i| !inputs[i].node.requirement.is_none()))
+}
+
+/// The output of an operation whose kernel ran, as a [`Node`] of the graph.
+fn recorded<B: OpBackend, C: CheckpointStrategy, O: Op<N>, const N: usize>(
+    op: &O,
+    inputs: &[FloatTensor<Autodiff<B, C>>; N],
+    ints: &[IntTensor<B>],
+    needs: [bool; N],
+    forward: Forward<FloatTensor<B>>,
+) -> FloatTensor<Autodiff<B, C>> {
+    #[cfg(test)]
+    crate::testing::served::by_kernel::<O>();
+    let nodes = inputs.each_ref().map(|input| input.node.clone());
+    match Node::<O, N>(PhantomData).prepare::<C>(nodes).compute_bound().stateful() {
+        OpsKind::Tracked(prep) => prep.finish(
+            Saved { op: op.clone(), tensors: forward.saved, ints: ints.to_vec(), needs },
+            forward.output,
+        ),
+        OpsKind::UnTracked(prep) => prep.finish(forward.output),
+    }
+}
+
 impl<B: OpBackend, C: CheckpointStrategy> OpBackend for Autodiff<B, C> {
     fn device_kind() -> DeviceKind {
         B::device_kind()
@@ -97,19 +125,21 @@ impl<B: OpBackend, C: CheckpointStrategy> OpBackend for Autodiff<B, C> {
         inputs: &[FloatTensor<Self>; N],
         ints: &[IntTensor<Self>],
     ) -> Option<FloatTensor<Self>> {
-        let needs = std::array::from_fn(|i| !inputs[i].node.requirement.is_none());
-        let primitives = std::array::from_fn(|i| inputs[i].primitive.clone());
+        let (primitives, needs) = without_nodes::<B, C, N>(inputs);
         let forward = B::forward(op, &primitives, ints, needs)?;
-        #[cfg(test)]
-        crate::testing::served::by_kernel::<O>();
-        let nodes = inputs.each_ref().map(|input| input.node.clone());
-        Some(match Node::<O, N>(PhantomData).prepare::<C>(nodes).compute_bound().stateful() {
-            OpsKind::Tracked(prep) => prep.finish(
-                Saved { op: op.clone(), tensors: forward.saved, ints: ints.to_vec(), needs },
-                forward.output,
-            ),
-            OpsKind::UnTracked(prep) => prep.finish(forward.output),
-        })
+        Some(recorded::<B, C, O, N>(op, inputs, ints, needs, forward))
+    }
+
+    fn run_kernel_from<O: StateOp<N>, const N: usize>(
+        op: &O,
+        inputs: &[FloatTensor<Self>; N],
+        ints: &[IntTensor<Self>],
+        before: &FloatTensor<Self>,
+    ) -> Option<[FloatTensor<Self>; 2]> {
+        let (primitives, needs) = without_nodes::<B, C, N>(inputs);
+        let (forward, after) = B::forward_from(op, &primitives, ints, &before.primitive, needs)?;
+        let output = recorded::<B, C, O, N>(op, inputs, ints, needs, forward);
+        Some([output, <Self as AutodiffBackend>::from_inner(after)])
     }
 
     fn to_f32(x: FloatTensor<Self>) -> FloatTensor<Self> {
@@ -130,6 +160,16 @@ impl<B: OpBackend, C: CheckpointStrategy> OpBackend for Autodiff<B, C> {
         _needs: [bool; N],
     ) -> Option<Forward<FloatTensor<Self>>> {
         None // Kernels run through `run`, which records their node.
+    }
+
+    fn forward_from<O: StateOp<N>, const N: usize>(
+        _op: &O,
+        _inputs: &[FloatTensor<Self>; N],
+        _ints: &[IntTensor<Self>],
+        _before: &FloatTensor<Self>,
+        _needs: [bool; N],
+    ) -> Option<(Forward<FloatTensor<Self>>, FloatTensor<Self>)> {
+        None // Likewise, through `run_from`.
     }
 
     fn backward<O: Op<N>, const N: usize>(

@@ -1,7 +1,7 @@
 //! The contract between operations and devices.
 //!
-//! [`Op`] is one differentiable operation, [`NoGradOp`] one without a gradient; [`OpBackend`] is a
-//! burn backend that can run both. Every backend runs an operation's reference; a backend with a
+//! [`Op`] is one differentiable operation, [`StateOp`] one that can also go on from a state, [`NoGradOp`] one
+//! without a gradient; [`OpBackend`] is a burn backend that can run them. Every backend runs an operation's reference; a backend with a
 //! kernel for it runs the kernel, and [`Autodiff`](burn::backend::Autodiff) then records one node
 //! with the kernel's own gradient. [`with_reference`] turns kernels off.
 
@@ -10,6 +10,7 @@ mod grad_accumulation;
 mod op;
 mod op_backend;
 mod reference;
+mod state_op;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
@@ -20,6 +21,7 @@ pub use op::{Forward, NoGradOp, Op};
 pub use op_backend::OpBackend;
 pub(crate) use reference::kernels_allowed;
 pub use reference::with_reference;
+pub use state_op::StateOp;
 
 /// A float tensor from its primitive.
 pub fn tensor<B: Backend, const D: usize>(primitive: FloatTensor<B>) -> Tensor<B, D> {

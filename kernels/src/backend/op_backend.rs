@@ -8,8 +8,8 @@ use burn_cubecl::{BoolElement, CubeBackend, FloatElement, IntElement};
 use burn_flex::FlexTensor;
 use cubecl::cuda::CudaRuntime;
 
-use super::reference::{kernels_allowed, run_reference};
-use super::{Forward, NoGradOp, Op};
+use super::reference::{kernels_allowed, run_reference, run_reference_from};
+use super::{Forward, NoGradOp, Op, StateOp};
 use crate::cuda::{CudaTensor, narrow};
 use crate::device::{Allocation, DeviceKind, memory};
 
@@ -52,6 +52,32 @@ pub trait OpBackend: Backend {
         Some(forward.output)
     }
 
+    /// As [`OpBackend::run`], from the state `before` the first token; also the state after the last.
+    fn run_from<O: StateOp<N>, const N: usize>(
+        op: &O,
+        inputs: [FloatTensor<Self>; N],
+        ints: Vec<IntTensor<Self>>,
+        before: FloatTensor<Self>,
+    ) -> [FloatTensor<Self>; 2] {
+        match Self::run_kernel_from(op, &inputs, &ints, &before) {
+            Some(results) => results,
+            None => run_reference_from::<Self, O, N>(op, inputs, &ints, before),
+        }
+    }
+
+    /// As [`OpBackend::run_kernel`], from the state `before` the first token; also the state after the last.
+    fn run_kernel_from<O: StateOp<N>, const N: usize>(
+        op: &O,
+        inputs: &[FloatTensor<Self>; N],
+        ints: &[IntTensor<Self>],
+        before: &FloatTensor<Self>,
+    ) -> Option<[FloatTensor<Self>; 2]> {
+        let (forward, after) = Self::forward_from(op, inputs, ints, before, [false; N])?;
+        #[cfg(test)]
+        crate::testing::served::by_kernel::<O>();
+        Some([forward.output, after])
+    }
+
     /// Runs `op`, which has no gradient: its kernel on this device, or its reference if there is none.
     fn run_no_grad<O: NoGradOp>(
         op: &O,
@@ -74,7 +100,16 @@ pub trait OpBackend: Backend {
         needs: [bool; N],
     ) -> Option<Forward<FloatTensor<Self>>>;
 
-    /// The backward pass of the kernel that [`OpBackend::forward`] ran; `grad_accum` as in
+    /// As [`OpBackend::forward`], from the state `before` the first token; also the state after the last.
+    fn forward_from<O: StateOp<N>, const N: usize>(
+        op: &O,
+        inputs: &[FloatTensor<Self>; N],
+        ints: &[IntTensor<Self>],
+        before: &FloatTensor<Self>,
+        needs: [bool; N],
+    ) -> Option<(Forward<FloatTensor<Self>>, FloatTensor<Self>)>;
+
+    /// The backward pass of the kernel that [`OpBackend::forward`] or [`OpBackend::forward_from`] ran; `grad_accum` as in
     /// [`Op::cuda_backward_accumulating`].
     fn backward<O: Op<N>, const N: usize>(
         op: &O,
@@ -116,6 +151,12 @@ pub trait OpBackend: Backend {
     }
 }
 
+/// Whether the CPU's kernels may run `O` on these inputs. They are f32; f64 tensors take the reference.
+fn cpu_runs<O: Op<N>, const N: usize>(inputs: &[FlexTensor; N]) -> bool {
+    let served = inputs.iter().all(|t| t.dtype() == DType::F32);
+    served && (O::PART_OF_REFERENCES || kernels_allowed())
+}
+
 impl OpBackend for Flex {
     fn device_kind() -> DeviceKind {
         DeviceKind::Cpu
@@ -135,10 +176,18 @@ impl OpBackend for Flex {
         ints: &[FlexTensor],
         needs: [bool; N],
     ) -> Option<Forward<FlexTensor>> {
-        // The kernels are f32; f64 tensors take the reference.
-        let served = inputs.iter().all(|t| t.dtype() == DType::F32);
-        let runs = served && (O::PART_OF_REFERENCES || kernels_allowed());
-        if runs { op.cpu_forward(inputs, ints, needs) } else { None }
+        if cpu_runs::<O, N>(inputs) { op.cpu_forward(inputs, ints, needs) } else { None }
+    }
+
+    fn forward_from<O: StateOp<N>, const N: usize>(
+        op: &O,
+        inputs: &[FlexTensor; N],
+        ints: &[FlexTensor],
+        before: &FlexTensor,
+        needs: [bool; N],
+    ) -> Option<(Forward<FlexTensor>, FlexTensor)> {
+        let runs = cpu_runs::<O, N>(inputs);
+        if runs { op.cpu_forward_from(inputs, ints, before, needs) } else { None }
     }
 
     fn backward<O: Op<N>, const N: usize>(
@@ -180,6 +229,17 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> OpBackend
     ) -> Option<Forward<CudaTensor>> {
         let runs = O::PART_OF_REFERENCES || kernels_allowed();
         if runs { op.cuda_forward(inputs, ints, needs) } else { None }
+    }
+
+    fn forward_from<O: StateOp<N>, const N: usize>(
+        op: &O,
+        inputs: &[CudaTensor; N],
+        ints: &[CudaTensor],
+        before: &CudaTensor,
+        needs: [bool; N],
+    ) -> Option<(Forward<CudaTensor>, CudaTensor)> {
+        let runs = O::PART_OF_REFERENCES || kernels_allowed();
+        if runs { op.cuda_forward_from(inputs, ints, before, needs) } else { None }
     }
 
     fn backward<O: Op<N>, const N: usize>(

@@ -11,7 +11,7 @@ use std::cell::Cell;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{DType, TensorMetadata};
 
-use super::{Op, OpBackend};
+use super::{Op, OpBackend, StateOp};
 
 thread_local! {
     static REFERENCES_ONLY: Cell<bool> = const { Cell::new(false) };
@@ -33,6 +33,22 @@ pub fn with_reference<T>(f: impl FnOnce() -> T) -> T {
 /// Whether operations of this thread may run their kernels: not under [`with_reference`].
 pub(crate) fn kernels_allowed() -> bool {
     !REFERENCES_ONLY.get()
+}
+
+/// As [`run_reference`], from the state `before` the first token; also the state after the last. Neither has a gradient.
+pub(super) fn run_reference_from<B: OpBackend, O: StateOp<N>, const N: usize>(
+    op: &O,
+    inputs: [FloatTensor<B>; N],
+    ints: &[IntTensor<B>],
+    before: FloatTensor<B>,
+) -> [FloatTensor<B>; 2] {
+    #[cfg(test)]
+    crate::testing::served::by_reference::<O>();
+    let dtype = inputs[0].dtype();
+    let before = B::float_detach(before);
+    let [output, after] = op.reference_from::<B>(inputs.map(B::to_f32), ints, before);
+    let output = if dtype == DType::BF16 { B::float_cast(output, dtype.into()) } else { output };
+    [output, B::float_detach(after)]
 }
 
 /// Runs the reference of `op`, in f32 if inputs are bf16; the result has the first input's type.

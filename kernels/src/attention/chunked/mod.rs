@@ -123,11 +123,48 @@ pub fn forward(
             (output, saved.into_tensors())
         }
     };
-    let saved = match needs {
+    Some(Forward { output, saved: saved_with(inputs, beta, saved, needs) })
+}
+
+/// As [`forward`], from the state `before` the first token; also the state after the last. States are
+/// `[rows, head_dim, value_dim]` in f32.
+pub fn forward_from(
+    update: Update,
+    inputs: [&CudaTensor; 4],
+    beta: Option<&CudaTensor>,
+    before: &CudaTensor,
+    needs: bool,
+) -> Option<(Forward<CudaTensor>, CudaTensor)> {
+    let [q, _, v, log_decay] = inputs;
+    if !serves(q.dtype, dims(q)[3], dims(v)[2]) {
+        return None;
+    }
+    let (output, saved, after) = match dims(log_decay)[2] {
+        1 => {
+            let call = Chunked::new(update, inputs, beta);
+            let (output, saved, after) = call.forward_from(Some(before));
+            (output, saved.into_tensors(), after)
+        }
+        _ => {
+            let call = diagonal(inputs, beta, update)?;
+            let (output, saved, after) = call.forward_from(Some(before));
+            (output, saved.into_tensors(), after)
+        }
+    };
+    Some((Forward { output, saved: saved_with(inputs, beta, saved, needs) }, after))
+}
+
+/// What an operation saves for [`backward`], if it has one: its inputs, and what the core saves.
+fn saved_with(
+    inputs: [&CudaTensor; 4],
+    beta: Option<&CudaTensor>,
+    saved: Vec<CudaTensor>,
+    needs: bool,
+) -> Vec<CudaTensor> {
+    match needs {
         true => inputs.into_iter().chain(beta).cloned().chain(saved).collect(),
         false => vec![],
-    };
-    Some(Forward { output, saved })
+    }
 }
 
 /// What tokens bring to a row's state: q `[rows, group, tokens, head_dim]`, times the scale, k `[rows, tokens, head_dim]`
@@ -187,11 +224,17 @@ impl<B: OpBackend> Rows<B> {
         let (q, k, v) = (on_cuda(q), on_cuda(k), on_cuda(v));
         let (log_decay, beta) = (on_cuda(log_decay), beta.map(on_cuda));
         let (before, inputs) = (before.map(on_cuda), [&q, &k, &v, &log_decay]);
-        let [y, after] = match dims(&log_decay)[2] {
-            1 => Chunked::new(update, inputs, beta.as_ref()).extend(before.as_ref()),
+        let (y, after) = match dims(&log_decay)[2] {
+            1 => {
+                let call = Chunked::new(update, inputs, beta.as_ref());
+                let (y, _, after) = call.forward_from(before.as_ref());
+                (y, after)
+            }
             _ => {
                 let call = diagonal(inputs, beta.as_ref(), update);
-                call.expect("an update that the core serves").extend(before.as_ref())
+                let call = call.expect("an update that the core serves");
+                let (y, _, after) = call.forward_from(before.as_ref());
+                (y, after)
             }
         };
         (tensor(B::from_cuda(y)), tensor(B::from_cuda(after)))
@@ -416,16 +459,16 @@ impl Chunked {
         self.run(&States::default())
     }
 
-    /// As [`forward`](Self::forward), without gradients, from the state `before` the first token, 0 if there is none: y,
-    /// and the state after the last token. States are `[rows, head_dim, value_dim]` in f32.
+    /// As [`forward`](Self::forward), from the state `before` the first token, 0 if there is none; also the state after
+    /// the last token. States are `[rows, head_dim, value_dim]` in f32.
     ///
     /// # Panics
     /// When the state has another shape or type.
-    pub fn extend(&self, before: Option<&CudaTensor>) -> [CudaTensor; 2] {
+    pub fn forward_from(&self, before: Option<&CudaTensor>) -> (CudaTensor, Saved, CudaTensor) {
         let [rows, _, _, d, value_dim] = self.sizes();
         let states = States::between(before, &self.q, [rows, d, value_dim]);
-        let (y, _) = self.run(&states);
-        [y, states.after.expect("the state after the last token")]
+        let (y, saved) = self.run(&states);
+        (y, saved, states.after.expect("the state after the last token"))
     }
 
     /// As [`forward`](Self::forward), between states.

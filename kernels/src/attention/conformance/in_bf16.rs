@@ -14,6 +14,7 @@ use burn::tensor::{Tensor, bf16};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
+use super::carried::{InPieces, refuses_a_state};
 use super::problem::windows;
 use super::run::{Decoding, attend, gradients, largest_difference, to_vec};
 use super::{Conformance, Problem, Sizes, observed_pruning};
@@ -89,6 +90,63 @@ pub fn decoding_equals_the_full_pass<V: Conformance, K: OpBackend>() {
             check([4, 1, 64, 2, 130]);
         }
     }
+}
+
+/// Rows in pieces, each from the state after the one before: outputs equal those of whole rows, and gradients those of the
+/// last piece there.
+pub fn rows_go_on_from_a_state<V: Conformance, K: OpBackend>() {
+    for (at, variant) in V::kernel_cases().into_iter().enumerate() {
+        if !variant.carries_state() {
+            refuses_a_state::<V, K>(&variant);
+            continue;
+        }
+        let check = |sizes, pieces| {
+            for problem in InPieces::all(&variant, sizes, pieces) {
+                check_pieces::<V, K>(&variant, problem);
+            }
+        };
+        check([4, 2, 64, 2], [64, 36, 100]);
+        if at == 0 {
+            check([2, 1, 128, 1], [70, 1, 64]);
+        }
+    }
+}
+
+fn check_pieces<V: Conformance, K: OpBackend>(variant: &V, pieces: InPieces) {
+    let pieces = InPieces { problem: pieces.problem.in_bf16(), ..pieces };
+    let mut upstream = pieces.upstream(variant);
+    upstream.data.iter_mut().for_each(|x| *x = bf16::from_f64(*x).to_f64());
+    let got = pieces.results::<V, K>(variant, &upstream);
+    let want = pieces.expected(variant, &upstream);
+    assert_eq!(got.len(), want.len(), "results of {variant:?}");
+    let nudged: Vec<_> = nudges(&pieces.problem)
+        .map(|problem| InPieces { problem, ..pieces.clone() }.expected(variant, &upstream))
+        .collect();
+    let least = variant.vanished() * root_mean_square(&want[1..].concat());
+    let what = format!(
+        "{variant:?}, pieces of {:?} tokens, documents {:?}",
+        pieces.pieces, pieces.problem.documents[0]
+    );
+    for (result, (got, want)) in got.iter().zip(&want).enumerate() {
+        let what = format!("{what}, result {result} (outputs, then gradients)");
+        let inputs = &pieces.problem.inputs;
+        let shape = result.checked_sub(1).map(|input| &inputs[input].shape);
+        if shape.is_some_and(|shape| shape.len() == 1) {
+            // A learned vector's gradient is a sum over all tokens, which may cancel.
+            let vectors = inputs.iter().filter(|x| x.shape.len() > 1).count();
+            let spec = &variant.parameters(&pieces.problem.shape)[result - 1 - vectors];
+            let of = |x: &Vec<Vec<f64>>| x[result].clone();
+            check_parameter(&what, variant, spec.name, [got, want], nudged.iter().map(of), least);
+            continue;
+        }
+        let vector = shape.and_then(|shape| shape.last().copied());
+        let vector = vector.unwrap_or_else(|| variant.value_dim(&pieces.problem.shape));
+        let (count, kinks) = (variant.roundings(), variant.has_kinks());
+        let least = if shape.is_some() { least } else { 0.0 };
+        let moved = || nudged.iter().map(|x| x[result].clone());
+        Roundings { count, least, vector, kinks }.check_beside(&what, got, want, moved);
+    }
+    assert_eq!(got, pieces.results::<V, K>(variant, &upstream), "{what}: two runs differ");
 }
 
 /// A later token changes no earlier output, not by a bit; it does change its own.
@@ -284,27 +342,38 @@ fn check_parameters<V: Conformance>(
 ) {
     let nudged: Vec<_> =
         nudges(problem).map(|x| gradients::<V, Flex>(variant, &x, upstream)).collect();
-    let roundings = f64::from(variant.roundings()).sqrt();
     let vectors = (0..want.len()).filter(|&input| problem.inputs[input].shape.len() == 1);
     for (input, spec) in vectors.zip(variant.parameters(&problem.shape)) {
-        let (got, want) = (&got[input], &want[input]);
-        assert!(got.iter().all(|x| x.is_finite()), "{what}, gradient of {}: {got:?}", spec.name);
-        if variant.cancelling().contains(&spec.name) {
-            continue;
-        }
-        let differences = |x: &[f64]| x.iter().zip(want).map(|(a, b)| a - b).collect::<Vec<_>>();
-        let moved: Vec<f64> = nudged.iter().flat_map(|x| differences(&x[input])).collect();
-        let largest = moved.iter().fold(NUDGE * least, |a, x| a.max(x.abs()));
-        let moved = root_mean_square(&moved).max(NUDGE * least);
-        let (worst, mean) = (largest_difference(got, want), root_mean_square(&differences(got)));
-        record(worst / want.iter().fold(least, |a, x| a.max(x.abs())));
-        assert!(
-            worst <= 5f64.sqrt() * roundings * largest && mean <= 2.0 * roundings * moved,
-            "{what}, gradient of {}: off by {worst:.2e}, root mean square \
-             {mean:.2e}; one rounding moves it by {largest:.2e}, root mean square {moved:.2e}",
-            spec.name
-        );
+        let nudged = nudged.iter().map(|x| x[input].clone());
+        check_parameter(what, variant, spec.name, [&got[input], &want[input]], nudged, least);
     }
+}
+
+/// As [`check_parameters`], of the vector `name`, whose gradient is `nudged` for [`nudges`].
+fn check_parameter<V: Conformance>(
+    what: &str,
+    variant: &V,
+    name: &str,
+    [got, want]: [&[f64]; 2],
+    nudged: impl Iterator<Item = Vec<f64>>,
+    least: f64,
+) {
+    assert!(got.iter().all(|x| x.is_finite()), "{what}, gradient of {name}: {got:?}");
+    if variant.cancelling().contains(&name) {
+        return;
+    }
+    let roundings = f64::from(variant.roundings()).sqrt();
+    let differences = |x: &[f64]| x.iter().zip(want).map(|(a, b)| a - b).collect::<Vec<_>>();
+    let moved: Vec<f64> = nudged.flat_map(|x| differences(&x)).collect();
+    let largest = moved.iter().fold(NUDGE * least, |a, x| a.max(x.abs()));
+    let moved = root_mean_square(&moved).max(NUDGE * least);
+    let (worst, mean) = (largest_difference(got, want), root_mean_square(&differences(got)));
+    record(worst / want.iter().fold(least, |a, x| a.max(x.abs())));
+    assert!(
+        worst <= 5f64.sqrt() * roundings * largest && mean <= 2.0 * roundings * moved,
+        "{what}, gradient of {name}: off by {worst:.2e}, root mean square \
+         {mean:.2e}; one rounding moves it by {largest:.2e}, root mean square {moved:.2e}",
+    );
 }
 
 /// The allowed error of results that kernels in bf16 compute.

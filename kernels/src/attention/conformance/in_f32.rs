@@ -9,6 +9,7 @@ use burn::tensor::Tensor;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
+use super::carried::{InPieces, refuses_a_state};
 use super::problem::{cut, windows};
 use super::run::{Decoding, attend, gradients, largest_difference, to_vec};
 use super::{Conformance, Problem};
@@ -239,6 +240,48 @@ pub fn decoding_equals_the_full_pass<V: Conformance, K: OpBackend>() {
                 assert_close(&to_vec(Tensor::cat(outputs, 2)), &full);
             }
         }
+    }
+}
+
+/// Rows in pieces, each from the state after the one before: outputs equal those of whole rows, and gradients those of the
+/// last piece there.
+pub fn rows_go_on_from_a_state<V: Conformance, K: OpBackend>() {
+    for variant in V::cases() {
+        if !variant.carries_state() {
+            refuses_a_state::<V, K>(&variant);
+            continue;
+        }
+        for pieces in [[33, 1, 36], [64, 64, 1], [3, 70, 27]] {
+            for problem in InPieces::all(&variant, [4, 2, 8, 2], pieces) {
+                check_pieces::<V, K>(&variant, &problem);
+            }
+        }
+    }
+}
+
+fn check_pieces<V: Conformance, K: OpBackend>(variant: &V, pieces: &InPieces) {
+    let upstream = pieces.upstream(variant);
+    let got = pieces.results::<V, K>(variant, &upstream);
+    let want = pieces.expected(variant, &upstream);
+    let near = nudges(&pieces.problem)
+        .map(|problem| InPieces { problem, ..pieces.clone() }.expected(variant, &upstream));
+    assert_eq!(got.len(), want.len(), "results of {variant:?}");
+    // A single token's gradients of q and k may vanish: errors are relative to those of all inputs.
+    let largest = want[1..].iter().flatten().fold(0.0f64, |a, x| a.max(x.abs()));
+    for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+        assert_eq!(got.len(), want.len(), "{variant:?}, result {i}");
+        let scale = want.iter().fold(1e-2 * largest, |a, x| a.max(x.abs()));
+        let own = near.iter().map(|near| largest_difference(&near[i], want));
+        let allowed = (2e-5 * scale).max(4.0 * own.fold(0.0, f64::max));
+        let off = largest_difference(got, want);
+        record(off / scale);
+        assert!(
+            off <= allowed,
+            "{variant:?}, pieces of {:?} tokens, documents {:?}, result {i} (outputs, then gradients): off by \
+             {off:.2e}, allowed {allowed:.2e}, largest value {scale:.2e}",
+            pieces.pieces,
+            pieces.problem.documents[0]
+        );
     }
 }
 

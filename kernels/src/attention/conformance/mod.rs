@@ -6,6 +6,7 @@
 //! [`VariantSpec::KERNELS`](super::VariantSpec::KERNELS) declines one of its shapes, or if the reference
 //! runs in its place.
 
+mod carried;
 pub mod in_bf16;
 pub mod in_f32;
 mod length;
@@ -115,6 +116,7 @@ macro_rules! suites {
                     is_causal
                     a_thorough_probe_measures_weights_and_gates
                     decoding_equals_the_full_pass
+                    rows_go_on_from_a_state
                     the_state_is_as_large_as_documented
                     is_deterministic
                     a_nan_shows
@@ -132,6 +134,7 @@ macro_rules! suites {
                         #[ignore = "needs a GPU"] gradients_agree_with_the_oracle
                         #[ignore = "needs a GPU"] documents_do_not_see_each_other
                         #[ignore = "needs a GPU"] decoding_equals_the_full_pass
+                        #[ignore = "needs a GPU"] rows_go_on_from_a_state
                         #[ignore = "needs a GPU"] agrees_with_the_cpu_at_a_models_size
                     );
                 }
@@ -153,6 +156,7 @@ macro_rules! suites {
                 #[ignore = "needs a GPU"] windows_agree_with_the_oracle
                 #[ignore = "needs a GPU"] documents_do_not_see_each_other
                 #[ignore = "needs a GPU"] decoding_equals_the_full_pass
+                #[ignore = "needs a GPU"] rows_go_on_from_a_state
                 #[ignore = "needs a GPU"] is_causal
                 #[ignore = "needs a GPU"] is_deterministic_on_a_full_device
                 #[ignore = "needs a GPU"] a_nan_shows

@@ -15,7 +15,7 @@ use crate::testing::served::{Served, served};
 
 /// The path that a kind must take on `K` for inputs of type `dtype`: the kernel's for any shape if the kind
 /// lists one.
-fn path<V: Variant, K: OpBackend>(dtype: DType) -> ExecPath {
+pub(super) fn path<V: Variant, K: OpBackend>(dtype: DType) -> ExecPath {
     let kernel = Kernel { device: K::device_kind(), dtype };
     if V::KERNELS.contains(&kernel) && kernels_allowed() {
         ExecPath::Kernel(kernel.device)
@@ -43,8 +43,18 @@ fn attend_tensors<V: Variant, K: OpBackend>(
     let path = path::<V, K>(problem.dtype);
     let chosen = ExecPath::of_inputs(variant, &problem.shape, &inputs, false);
     assert_eq!(chosen, path, "the path of {variant:?} for {:?}", problem.shape);
-    let (o, served) =
-        served(|| dispatch::attend(variant, &problem.shape, inputs, problem.documents()));
+    served_by(variant, path, || {
+        dispatch::attend(variant, &problem.shape, inputs, problem.documents())
+    })
+}
+
+/// The outputs of `attend`, which the path must serve.
+pub(super) fn served_by<V: Variant, K: OpBackend>(
+    variant: &V,
+    path: ExecPath,
+    attend: impl FnOnce() -> Tensor<K, 4>,
+) -> Tensor<K, 4> {
+    let (o, served) = served(attend);
     check_served(variant, path, &served);
     let kernels = served.kernels.iter().filter(|op| op.contains("::attention::")).count();
     assert!(
@@ -65,31 +75,38 @@ pub fn gradients<V: Variant, K: OpBackend>(
     problem: &Problem,
     upstream: &Tensor64,
 ) -> Vec<Vec<f64>> {
-    type Ad<K> = Autodiff<K>;
-    let Inputs { q, k, v, projections, parameters } = problem.tensors::<Ad<K>>();
-    let [q, k, v] = [q, k, v].map(Tensor::require_grad);
-    let projections: Vec<_> = projections.into_iter().map(Tensor::require_grad).collect();
-    let parameters: Vec<_> = parameters.into_iter().map(Tensor::require_grad).collect();
-    let inputs = Inputs {
-        q: q.clone(),
-        k: k.clone(),
-        v: v.clone(),
-        projections: projections.clone(),
-        parameters: parameters.clone(),
-    };
-    let o = attend_tensors(variant, problem, inputs);
+    let inputs = require_grad(problem.tensors::<Autodiff<K>>());
+    let o = attend_tensors(variant, problem, inputs.clone());
     let weights = upstream.data.iter().map(|&x| x as f32).collect::<Vec<_>>();
     let weights = Tensor::from_data(TensorData::new(weights, o.dims()), &Default::default());
-    let grads = (o.cast(DType::F32) * weights).sum().backward();
+    gradients_of(&inputs, &(o.cast(DType::F32) * weights).sum().backward())
+}
+
+/// The inputs as leaves of a graph.
+pub(super) fn require_grad<B: AutodiffBackend + OpBackend>(inputs: Inputs<B>) -> Inputs<B> {
+    let Inputs { q, k, v, projections, parameters } = inputs;
+    let [q, k, v] = [q, k, v].map(|x| x.detach().require_grad());
+    let projections = projections.into_iter().map(|x| x.detach().require_grad()).collect();
+    let parameters = parameters.into_iter().map(|x| x.detach().require_grad()).collect();
+    Inputs { q, k, v, projections, parameters }
+}
+
+/// The gradients of the inputs, in order.
+pub(super) fn gradients_of<K: OpBackend>(
+    inputs: &Inputs<Autodiff<K>>,
+    grads: &<Autodiff<K> as AutodiffBackend>::Gradients,
+) -> Vec<Vec<f64>> {
+    type Ad<K> = Autodiff<K>;
+    let Inputs { q, k, v, projections, parameters } = inputs;
     fn grad<K: OpBackend, const D: usize>(
         x: &Tensor<Ad<K>, D>,
         grads: &<Ad<K> as AutodiffBackend>::Gradients,
     ) -> Vec<f64> {
         to_vec(x.grad(grads).expect("every input has a gradient"))
     }
-    let first = [&q, &k, &v].map(|x| grad(x, &grads));
-    let projections = projections.iter().map(|x| grad(x, &grads));
-    let parameters = parameters.iter().map(|x| grad(x, &grads));
+    let first = [q, k, v].map(|x| grad(x, grads));
+    let projections = projections.iter().map(|x| grad(x, grads));
+    let parameters = parameters.iter().map(|x| grad(x, grads));
     first.into_iter().chain(projections).chain(parameters).collect()
 }
 

@@ -11,7 +11,7 @@ use rayon::prelude::*;
 use super::CorrectedValues;
 use crate::attention::linear::GatedLinear;
 use crate::attention::linear::cpu::decays::{Decays, product, scale_rows};
-use crate::attention::linear::cpu::part_of;
+use crate::attention::linear::cpu::{first_states, part_of};
 use crate::cpu::gemm::{Mat, gemm};
 use crate::cpu::{buffer, contiguous, dims, from_vec, math, slice};
 
@@ -69,10 +69,10 @@ impl System<'_> {
         tokens.start * self.sizes.value_dim..tokens.end * self.sizes.value_dim
     }
 
-    fn solve(&self, solution: &mut Solution) {
+    /// `state` is that before the first token.
+    fn solve(&self, mut state: Vec<f32>, solution: &mut Solution) {
         let Sizes { seq_len, head_dim: d, value_dim: values, chunk, .. } = self.sizes;
         let mut buffers = Buffers::default();
-        let mut state = vec![0.0; d * values];
         for first in (0..seq_len).step_by(chunk) {
             let tokens = first..(first + chunk).min(seq_len);
             let n = tokens.len();
@@ -203,24 +203,37 @@ impl CorrectedValues {
         Sizes { rows, seq_len, head_dim, value_dim, channels, chunk }
     }
 
-    /// w and r.
-    pub(super) fn run(&self, inputs: &[FlexTensor; 4]) -> (FlexTensor, FlexTensor) {
+    /// w and r; `before` is the state before the first token, `[rows, head_dim, value_dim]`, 0 if `None`.
+    pub(super) fn run(
+        &self,
+        inputs: &[FlexTensor; 4],
+        before: Option<&FlexTensor>,
+    ) -> (FlexTensor, FlexTensor) {
         let inputs = inputs.each_ref().map(contiguous);
         let sizes = self.sizes(&inputs);
         let len = sizes.seq_len * sizes.value_dim;
         let [mut w, mut r] = [(); 2].map(|()| buffer(sizes.rows * len));
-        let solutions = w.par_chunks_mut(len).zip(r.par_chunks_mut(len)).enumerate();
-        solutions.for_each(|(row, (x, r))| {
+        let states = first_states(before, sizes.rows * sizes.state());
+        let solutions = w.par_chunks_mut(len).zip(r.par_chunks_mut(len));
+        let solutions = solutions.zip(states.par_chunks(sizes.state())).enumerate();
+        solutions.for_each(|(row, ((x, r), state))| {
             let [k, v, beta, log_decay] = inputs.each_ref().map(|x| part_of(x, row, sizes.rows));
             let a = by_token(v, beta, sizes.value_dim);
-            sizes.system(k, &a, beta, log_decay).solve(&mut Solution { r, x });
+            let system = sizes.system(k, &a, beta, log_decay);
+            system.solve(state.to_vec(), &mut Solution { r, x });
         });
         let shape = dims(&inputs[1]);
         (from_vec(w, &shape), from_vec(r, &shape))
     }
 
-    /// The gradients of k, v, β and the log decays, where `grad` is that of w; `saved` are these and r.
-    pub(super) fn gradients(&self, saved: &[FlexTensor], grad: &FlexTensor) -> [FlexTensor; 4] {
+    /// The gradients of k, v, β and the log decays, where `grad` is that of w; `saved` are these and r, `before` is as in
+    /// [`CorrectedValues::run`].
+    pub(super) fn gradients(
+        &self,
+        saved: &[FlexTensor],
+        before: Option<&FlexTensor>,
+        grad: &FlexTensor,
+    ) -> [FlexTensor; 4] {
         let saved: Vec<FlexTensor> = saved.iter().map(contiguous).collect();
         let grad = contiguous(grad);
         let sizes = self.sizes(&saved);
@@ -243,13 +256,18 @@ impl CorrectedValues {
         let reads = from_vec(reads, &[rows, 1, seq_len, sizes.value_dim]);
         let linear = GatedLinear { chunk: self.chunk };
         let inputs = [k(), saved[0].clone(), from_vec(w, &shapes[1]), saved[3].clone()];
-        let [as_query, as_key, _, log_decay] = linear.gradients(&inputs, &reads, false);
+        let [as_query, as_key, _, log_decay] = linear.gradients(&inputs, before, &reads, false);
         let k = slice(&as_query).iter().zip(slice(&as_key)).map(|(a, b)| a + b).collect();
         [from_vec(k, &shapes[0]), from_vec(v, &shapes[1]), from_vec(beta, &shapes[2]), log_decay]
     }
 }
 
 impl Sizes {
+    /// Elements of a row's state.
+    fn state(&self) -> usize {
+        self.head_dim * self.value_dim
+    }
+
     fn system<'a>(
         self,
         k: &'a [f32],
@@ -270,7 +288,9 @@ impl Sizes {
         let log_decay = reversed_decays(log_decay, self.channels);
         let [mut late, mut late_h] = [(); 2].map(|()| vec![0.0; grad.len()]);
         let mut solution = Solution { r: &mut late, x: &mut late_h };
-        self.system(&k, &a, &late_beta, &log_decay).solve(&mut solution);
+        // After the last token nothing reads.
+        let none = vec![0.0; self.state()];
+        self.system(&k, &a, &late_beta, &log_decay).solve(none, &mut solution);
         let (late, beta_h) = (reversed(&late, values), reversed(&late_h, values));
 
         grads.v.copy_from_slice(&beta_h);

@@ -50,10 +50,10 @@ use super::chunked::{self, Decays, Grads, Rows, Update};
 use super::linear::GatedLinear;
 use super::linear::reference::LinearInputs;
 use super::recurrent::step::Token;
-use super::recurrent::{State, by_head, unit};
+use super::recurrent::{State, by_head, run_rows, unit};
 use super::saved::Channels;
 use super::{AttentionShape, ExecPath};
-use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
+use crate::backend::{Forward, Op, OpBackend, StateOp, primitive, tensor};
 use crate::cuda::CudaTensor;
 use crate::device::DeviceKind;
 
@@ -126,18 +126,21 @@ impl DeltaRule {
         GatedLinear { chunk: self.chunk }
     }
 
-    /// y over whole rows, `[batch, heads, seq_len, value_dim]`.
+    /// y over whole rows, `[batch, heads, seq_len, value_dim]`, which go on from `state`, if there is one, and leave
+    /// theirs in it: `[batch, kv_heads · head_dim · value_dim]`.
     pub fn attend<B: OpBackend>(
         &self,
         shape: &AttentionShape,
         inputs: DeltaInputs<B>,
+        state: Option<&mut Tensor<B, 2>>,
         path: ExecPath,
     ) -> Tensor<B, 4> {
         let DeltaInputs { q, k, v, beta, log_decay } = inputs;
+        let sizes = [k.dims()[0], k.dims()[2], v.dims()[2]];
         let inputs =
             [primitive(q), primitive(k), primitive(v), primitive(beta), primitive(log_decay)];
         let op = DeltaAttention { chunk: self.chunk };
-        heads(tensor(path.run::<B, _, 5>(&op, inputs, vec![])), shape)
+        heads(run_rows::<B, _, 5>(path, &op, inputs, state, sizes), shape)
     }
 
     /// y of the tokens after those in `state`, and advances the state past them.
@@ -228,17 +231,46 @@ impl DeltaAttention {
     fn linear(&self) -> GatedLinear {
         GatedLinear { chunk: self.chunk }
     }
+
+    fn by_operations<B: OpBackend>(
+        &self,
+        [q, k, v, beta, log_decay]: [FloatTensor<B>; 5],
+        before: Option<FloatTensor<B>>,
+    ) -> (Tensor<B, 4>, Tensor<B, 3>) {
+        let [k, v, beta, log_decay] = [k, v, beta, log_decay].map(tensor::<B, 3>);
+        let before = before.map(tensor::<B, 3>);
+        let inputs = [k.clone(), v, beta, log_decay.clone()];
+        let v = self.values().forward(inputs, before.clone());
+        self.linear().forward(LinearInputs { q: tensor(q), k, v, log_decay }, before)
+    }
+
+    /// y and the state after the last token, with what [`Op::cpu_backward`] takes: the inputs, r, w and, if it is not 0,
+    /// the state `before` the first token.
+    fn on_cpu(
+        &self,
+        inputs: &[FlexTensor; 5],
+        before: Option<&FlexTensor>,
+        needs: [bool; 5],
+    ) -> (Forward<FlexTensor>, FlexTensor) {
+        let [q, k, v, beta, log_decay] = inputs.clone();
+        let of_values = [k.clone(), v, beta, log_decay.clone()];
+        let (w, reads) = self.values().run(&of_values, before);
+        let [output, after] = self.linear().run(&[q, k, w.clone(), log_decay], before);
+        let saved = match needs.contains(&true) {
+            true => inputs.iter().cloned().chain([reads, w]).chain(before.cloned()).collect(),
+            false => vec![],
+        };
+        (Forward { output, saved }, after)
+    }
 }
 
 impl Op<5> for DeltaAttention {
     fn reference<B: OpBackend>(
         &self,
-        [q, k, v, beta, log_decay]: [FloatTensor<B>; 5],
-        ints: &[IntTensor<B>],
+        inputs: [FloatTensor<B>; 5],
+        _ints: &[IntTensor<B>],
     ) -> FloatTensor<B> {
-        let inputs = [k.clone(), v, beta, log_decay.clone()];
-        let w = self.values().reference::<B>(inputs);
-        self.linear().reference::<B>([q, k, w, log_decay], ints)
+        primitive(self.by_operations::<B>(inputs, None).0)
     }
 
     fn cpu_forward(
@@ -247,14 +279,7 @@ impl Op<5> for DeltaAttention {
         _ints: &[FlexTensor],
         needs: [bool; 5],
     ) -> Option<Forward<FlexTensor>> {
-        let [q, k, v, beta, log_decay] = inputs.clone();
-        let (w, reads) = self.values().run(&[k.clone(), v, beta, log_decay.clone()]);
-        let output = self.linear().run(&[q, k, w.clone(), log_decay]);
-        let saved = match needs.contains(&true) {
-            true => inputs.iter().cloned().chain([reads, w]).collect(),
-            false => vec![],
-        };
-        Some(Forward { output, saved })
+        Some(self.on_cpu(inputs, None, needs).0)
     }
 
     fn cpu_backward(
@@ -264,11 +289,13 @@ impl Op<5> for DeltaAttention {
         grad: FlexTensor,
         _needs: [bool; 5],
     ) -> [Option<FlexTensor>; 5] {
-        let [q, inputs @ .., w] = &saved[..] else { unreachable!("inputs, r and w are saved") };
+        let (saved, before) = saved.split_at(7);
+        let [q, inputs @ .., w] = saved else { unreachable!("inputs, r and w are saved") };
         let [k, _, _, log_decay, _] = inputs else { unreachable!("four inputs and r") };
         let of_linear = [q.clone(), k.clone(), w.clone(), log_decay.clone()];
-        let [q, as_key, w, near] = self.linear().gradients(&of_linear, &grad, true);
-        let [k, v, beta, log_decay] = self.values().gradients(inputs, &w);
+        let before = before.first();
+        let [q, as_key, w, near] = self.linear().gradients(&of_linear, before, &grad, true);
+        let [k, v, beta, log_decay] = self.values().gradients(inputs, before, &w);
         [q, cpu::sum(&as_key, &k), v, beta, cpu::sum(&near, &log_decay)].map(Some)
     }
 
@@ -294,21 +321,45 @@ impl Op<5> for DeltaAttention {
     }
 }
 
+/// States are `[rows, head_dim, value_dim]`.
+impl StateOp<5> for DeltaAttention {
+    fn reference_from<B: OpBackend>(
+        &self,
+        inputs: [FloatTensor<B>; 5],
+        _ints: &[IntTensor<B>],
+        before: FloatTensor<B>,
+    ) -> [FloatTensor<B>; 2] {
+        let (y, after) = self.by_operations::<B>(inputs, Some(before));
+        [primitive(y), primitive(after)]
+    }
+
+    fn cpu_forward_from(
+        &self,
+        inputs: &[FlexTensor; 5],
+        _ints: &[FlexTensor],
+        before: &FlexTensor,
+        needs: [bool; 5],
+    ) -> Option<(Forward<FlexTensor>, FlexTensor)> {
+        Some(self.on_cpu(inputs, Some(before), needs))
+    }
+
+    fn cuda_forward_from(
+        &self,
+        inputs: &[CudaTensor; 5],
+        _ints: &[CudaTensor],
+        before: &CudaTensor,
+        needs: [bool; 5],
+    ) -> Option<(Forward<CudaTensor>, CudaTensor)> {
+        let [q, k, v, beta, log_decay] = inputs;
+        let inputs = [q, k, v, log_decay];
+        chunked::forward_from(Update::Delta, inputs, Some(beta), before, needs.contains(&true))
+    }
+}
+
 /// w: inputs k `[rows, seq_len, head_dim]`, v `[rows, seq_len, value_dim]`, β `[rows, seq_len, 1]`, log decays
 /// `[rows, seq_len, 1 or head_dim]`; the output has v's shape.
 #[derive(Clone, Debug)]
 struct CorrectedValues {
     /// Tokens per chunk, a power of two.
     chunk: usize,
-}
-
-impl CorrectedValues {
-    /// w in plain tensor operations.
-    fn reference<B: OpBackend>(
-        &self,
-        [k, v, beta, log_decay]: [FloatTensor<B>; 4],
-    ) -> FloatTensor<B> {
-        let inputs = [tensor::<B, 3>(k), tensor(v), tensor(beta), tensor(log_decay)];
-        primitive(self.forward(inputs, None))
-    }
 }

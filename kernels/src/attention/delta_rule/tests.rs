@@ -160,7 +160,7 @@ fn run([q, k, v, beta, log_decay, upstream]: &[Vec<f32>; 6], chunk: usize) -> [V
     let rows = DeltaInputs { q: q.unsqueeze_dim(1), k, v, beta, log_decay };
     let shape = AttentionShape::new(D, 1, 1, D);
     let y = DeltaRule { chunk, decays: Decays::PerToken }
-        .attend(&shape, rows, ExecPath::Reference)
+        .attend(&shape, rows, None, ExecPath::Reference)
         .squeeze_dim::<3>(1);
     let grads = (y.clone() * tensor(upstream)).sum().backward();
     let of = |x: Tensor<Flex, 3>| x.into_data().iter::<f64>().collect::<Vec<_>>();
@@ -317,7 +317,7 @@ fn the_state_does_not_depend_on_how_tokens_arrive() {
 fn a_heads_decay_equals_the_same_decay_of_every_channel() {
     let rule = DeltaRule { chunk: 16, decays: Decays::PerToken };
     for path in [ExecPath::Reference, ExecPath::Kernel(crate::device::DeviceKind::Cpu)] {
-        let y = |channels| rule.attend(&SHAPE, waves(100, channels), path);
+        let y = |channels| rule.attend(&SHAPE, waves(100, channels), None, path);
         assert!(largest_difference(y(1), y(8)) < 2e-6, "{path}");
     }
 }

@@ -155,6 +155,10 @@ impl VariantSpec for Config {
         self.short_conv
     }
 
+    fn carries_state(&self) -> bool {
+        true
+    }
+
     fn projections(&self, shape: &AttentionShape) -> Vec<ProjectionSpec> {
         let (rank, identity) = (self.rank(shape), LowRankActivation::Identity);
         let outputs = shape.heads * VariantSpec::value_dim(self, shape);
@@ -220,7 +224,19 @@ impl Variant for Config {
         documents: DocumentStarts<B>,
         path: ExecPath,
     ) -> Tensor<B, 4> {
-        self.run(shape, inputs, documents, |inputs| self.rule().attend(shape, inputs, path))
+        self.run(shape, inputs, documents, |inputs| self.rule().attend(shape, inputs, None, path))
+    }
+
+    fn attend_from<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        documents: DocumentStarts<B>,
+        state: &mut Tensor<B, 2>,
+        path: ExecPath,
+    ) -> Tensor<B, 4> {
+        let rule = self.rule();
+        self.run(shape, inputs, documents, |inputs| rule.attend(shape, inputs, Some(state), path))
     }
 
     fn log_retention<B: OpBackend>(

@@ -41,14 +41,14 @@ use serde::{Deserialize, Serialize};
 use self::reference::LinearInputs;
 use super::chunked::{self, Decays, Grads, Rows, Update};
 use super::per_token::channel_decay::decay_of_gate;
-use super::recurrent::{forget_at_starts, validate_chunk};
+use super::recurrent::{forget_at_starts, run_rows, validate_chunk};
 use super::rotation::{Rotation, Scaling, rotate};
 use super::saved::Channels;
 use super::{
     AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, Kernel, LowRankActivation,
     ParameterSpec, ProjectionSpec, Variant, VariantSpec,
 };
-use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
+use crate::backend::{Forward, Op, OpBackend, StateOp, primitive, tensor};
 use crate::cuda::CudaTensor;
 use crate::device::DeviceKind;
 use crate::ops::rms_norm::rms_norm;
@@ -201,6 +201,11 @@ impl VariantSpec for Config {
         false
     }
 
+    /// Keys that are rotated by their positions in a row mean nothing to the next row's queries.
+    fn carries_state(&self) -> bool {
+        !self.rope
+    }
+
     fn projections(&self, shape: &AttentionShape) -> Vec<ProjectionSpec> {
         let kv_heads = shape.kv_heads;
         match self.gate {
@@ -274,9 +279,22 @@ impl Variant for Config {
         let dims = q.dims();
         let logits = projections.into_iter().next();
         let rows = self.rows(shape, [q, k, v], logits, documents, 0);
-        let LinearInputs { q, k, v, log_decay } = rows;
-        let inputs = [primitive(q), primitive(k), primitive(v), primitive(log_decay)];
-        let y = tensor::<B, 4>(path.run::<B, _, 4>(&self.op(), inputs, vec![]));
+        let y = self.op().attend(rows, None, None, path);
+        rms_norm(y.reshape(dims), parameters[0].clone(), EPS)
+    }
+
+    fn attend_from<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        Inputs { q, k, v, projections, parameters }: Inputs<B>,
+        documents: DocumentStarts<B>,
+        state: &mut Tensor<B, 2>,
+        path: ExecPath,
+    ) -> Tensor<B, 4> {
+        let dims = q.dims();
+        let logits = projections.into_iter().next();
+        let rows = self.rows(shape, [q, k, v], logits, documents, 0);
+        let y = self.op().attend(rows, None, Some(state), path);
         rms_norm(y.reshape(dims), parameters[0].clone(), EPS)
     }
 
@@ -324,6 +342,27 @@ pub(super) struct GatedLinear {
 }
 
 impl GatedLinear {
+    /// y over whole rows, which go on from `state`, if there is one, and leave theirs in it:
+    /// `[batch, kv_heads · head_dim · value_dim]`; β `[rows, seq_len, 1]` weighs values.
+    pub fn attend<B: OpBackend>(
+        &self,
+        rows: LinearInputs<B>,
+        beta: Option<Tensor<B, 3>>,
+        state: Option<&mut Tensor<B, 2>>,
+        path: ExecPath,
+    ) -> Tensor<B, 4> {
+        let sizes = [rows.k.dims()[0], rows.k.dims()[2], rows.v.dims()[2]];
+        let LinearInputs { q, k, v, log_decay } = rows;
+        let [q, k, v, log_decay] = [primitive(q), primitive(k), primitive(v), primitive(log_decay)];
+        match beta {
+            None => run_rows::<B, _, 4>(path, self, [q, k, v, log_decay], state, sizes),
+            Some(beta) => {
+                let inputs = [q, k, v, primitive(beta), log_decay];
+                run_rows::<B, _, 5>(path, self, inputs, state, sizes)
+            }
+        }
+    }
+
     /// y of the tokens after those in the state `start`, and the state after them; β `[rows, seq_len, 1]` weighs values.
     pub fn extend<B: OpBackend>(
         &self,
@@ -382,55 +421,94 @@ impl GatedLinear {
     }
 }
 
-fn rows<B: OpBackend>([q, k, v, log_decay]: [FloatTensor<B>; 4]) -> LinearInputs<B> {
-    LinearInputs { q: tensor(q), k: tensor(k), v: tensor(v), log_decay: tensor(log_decay) }
+/// The operation's inputs in order, with the weights of values apart: β `[rows, seq_len, 1]` after v, if there are five.
+fn split<T>(inputs: &[T]) -> ([&T; 4], Option<&T>) {
+    match inputs {
+        [q, k, v, log_decay] => ([q, k, v, log_decay], None),
+        [q, k, v, beta, log_decay] => ([q, k, v, log_decay], Some(beta)),
+        _ => panic!("{} inputs of 4 or 5", inputs.len()),
+    }
 }
 
-/// The operation with weights of values, β `[rows, seq_len, 1]` after v: the state takes β_t k_t v_tᵀ.
-impl Op<5> for GatedLinear {
+/// The inverse of [`split`].
+fn joined<T, const N: usize>([q, k, v, log_decay]: [T; 4], beta: Option<T>) -> [Option<T>; N] {
+    let mut all = [q, k, v].into_iter().chain(beta).chain([log_decay]);
+    std::array::from_fn(|_| all.next())
+}
+
+impl GatedLinear {
+    /// The inputs for the CPU, with values times their weights.
+    fn of_weighted(inputs: &[FlexTensor]) -> [FlexTensor; 4] {
+        let ([q, k, v, log_decay], beta) = split(inputs);
+        let v = beta.map_or_else(|| v.clone(), |beta| cpu::weighted(v, beta));
+        [q.clone(), k.clone(), v, log_decay.clone()]
+    }
+
+    fn by_operations<B: OpBackend>(
+        &self,
+        inputs: &[FloatTensor<B>],
+        before: Option<FloatTensor<B>>,
+    ) -> (Tensor<B, 4>, Tensor<B, 3>) {
+        let ([q, k, v, log_decay], beta) = split(inputs);
+        let [k, v, log_decay] = [k, v, log_decay].map(|x| tensor::<B, 3>(x.clone()));
+        let v = match beta {
+            Some(beta) => v * tensor::<B, 3>(beta.clone()),
+            None => v,
+        };
+        let inputs = LinearInputs { q: tensor(q.clone()), k, v, log_decay };
+        self.forward(inputs, before.map(tensor))
+    }
+}
+
+/// With five inputs, values have weights: the state takes β_t k_t v_tᵀ.
+impl<const N: usize> Op<N> for GatedLinear {
     fn reference<B: OpBackend>(
         &self,
-        [q, k, v, beta, log_decay]: [FloatTensor<B>; 5],
+        inputs: [FloatTensor<B>; N],
         _ints: &[IntTensor<B>],
     ) -> FloatTensor<B> {
-        let weighted = tensor::<B, 3>(v) * tensor::<B, 3>(beta);
-        let rows = rows::<B>([q, k, primitive(weighted), log_decay]);
-        primitive(self.forward(rows, None).0)
+        primitive(self.by_operations::<B>(&inputs, None).0)
     }
 
     fn cpu_forward(
         &self,
-        inputs: &[FlexTensor; 5],
+        inputs: &[FlexTensor; N],
         _ints: &[FlexTensor],
-        needs: [bool; 5],
+        needs: [bool; N],
     ) -> Option<Forward<FlexTensor>> {
-        let output = self.run(&cpu::weighted(inputs));
+        let [output, _] = self.run(&Self::of_weighted(inputs), None);
         let saved = if needs.contains(&true) { inputs.to_vec() } else { vec![] };
         Some(Forward { output, saved })
     }
 
+    /// From the inputs and, if it is not 0, the state before the first token.
     fn cpu_backward(
         &self,
         saved: Vec<FlexTensor>,
         _ints: &[FlexTensor],
         grad: FlexTensor,
-        _needs: [bool; 5],
-    ) -> [Option<FlexTensor>; 5] {
-        let inputs: [FlexTensor; 5] = saved.try_into().expect("five inputs are saved");
-        let [q, k, weighted, log_decay] = self.gradients(&cpu::weighted(&inputs), &grad, true);
-        let [_, _, v, beta, _] = &inputs;
-        let [v, beta] = cpu::gradients_of_weights(v, beta, &weighted);
-        [q, k, v, beta, log_decay].map(Some)
+        _needs: [bool; N],
+    ) -> [Option<FlexTensor>; N] {
+        let (inputs, before) = saved.split_at(N);
+        let [q, k, weighted, log_decay] =
+            self.gradients(&Self::of_weighted(inputs), before.first(), &grad, true);
+        match split(inputs) {
+            ([_, _, v, _], Some(beta)) => {
+                let [v, beta] = cpu::gradients_of_weights(v, beta, &weighted);
+                joined([q, k, v, log_decay], Some(beta))
+            }
+            _ => joined([q, k, weighted, log_decay], None),
+        }
     }
 
     fn cuda_forward(
         &self,
-        inputs: &[CudaTensor; 5],
+        inputs: &[CudaTensor; N],
         _ints: &[CudaTensor],
-        needs: [bool; 5],
+        needs: [bool; N],
     ) -> Option<Forward<CudaTensor>> {
-        let [q, k, v, beta, log_decay] = inputs;
-        chunked::forward(Update::Additive, [q, k, v, log_decay], Some(beta), needs.contains(&true))
+        let (inputs, beta) = split(inputs);
+        chunked::forward(Update::Additive, inputs, beta, needs.contains(&true))
     }
 
     fn cuda_backward(
@@ -438,60 +516,48 @@ impl Op<5> for GatedLinear {
         saved: Vec<CudaTensor>,
         _ints: &[CudaTensor],
         grad: CudaTensor,
-        _needs: [bool; 5],
-    ) -> [Option<CudaTensor>; 5] {
+        _needs: [bool; N],
+    ) -> [Option<CudaTensor>; N] {
         let Grads { q, k, v, beta, log_decay } = chunked::backward(Update::Additive, &saved, &grad);
-        [Some(q), Some(k), Some(v), beta, Some(log_decay)]
+        joined([q, k, v, log_decay], beta)
     }
 }
 
-impl Op<4> for GatedLinear {
-    fn reference<B: OpBackend>(
+/// States are `[rows, head_dim, value_dim]`.
+impl<const N: usize> StateOp<N> for GatedLinear {
+    fn reference_from<B: OpBackend>(
         &self,
-        inputs: [FloatTensor<B>; 4],
+        inputs: [FloatTensor<B>; N],
         _ints: &[IntTensor<B>],
-    ) -> FloatTensor<B> {
-        primitive(self.forward(rows::<B>(inputs), None).0)
+        before: FloatTensor<B>,
+    ) -> [FloatTensor<B>; 2] {
+        let (y, after) = self.by_operations::<B>(&inputs, Some(before));
+        [primitive(y), primitive(after)]
     }
 
-    fn cpu_forward(
+    fn cpu_forward_from(
         &self,
-        inputs: &[FlexTensor; 4],
+        inputs: &[FlexTensor; N],
         _ints: &[FlexTensor],
-        needs: [bool; 4],
-    ) -> Option<Forward<FlexTensor>> {
-        let output = self.run(inputs);
-        let saved = if needs.contains(&true) { inputs.to_vec() } else { vec![] };
-        Some(Forward { output, saved })
+        before: &FlexTensor,
+        needs: [bool; N],
+    ) -> Option<(Forward<FlexTensor>, FlexTensor)> {
+        let [output, after] = self.run(&Self::of_weighted(inputs), Some(before));
+        let saved = match needs.contains(&true) {
+            true => inputs.iter().chain([before]).cloned().collect(),
+            false => vec![],
+        };
+        Some((Forward { output, saved }, after))
     }
 
-    fn cpu_backward(
+    fn cuda_forward_from(
         &self,
-        saved: Vec<FlexTensor>,
-        _ints: &[FlexTensor],
-        grad: FlexTensor,
-        _needs: [bool; 4],
-    ) -> [Option<FlexTensor>; 4] {
-        self.gradients(&saved, &grad, true).map(Some)
-    }
-    fn cuda_forward(
-        &self,
-        inputs: &[CudaTensor; 4],
+        inputs: &[CudaTensor; N],
         _ints: &[CudaTensor],
-        needs: [bool; 4],
-    ) -> Option<Forward<CudaTensor>> {
-        let inputs = inputs.each_ref();
-        chunked::forward(Update::Additive, inputs, None, needs.contains(&true))
-    }
-
-    fn cuda_backward(
-        &self,
-        saved: Vec<CudaTensor>,
-        _ints: &[CudaTensor],
-        grad: CudaTensor,
-        _needs: [bool; 4],
-    ) -> [Option<CudaTensor>; 4] {
-        let Grads { q, k, v, log_decay, .. } = chunked::backward(Update::Additive, &saved, &grad);
-        [q, k, v, log_decay].map(Some)
+        before: &CudaTensor,
+        needs: [bool; N],
+    ) -> Option<(Forward<CudaTensor>, CudaTensor)> {
+        let (inputs, beta) = split(inputs);
+        chunked::forward_from(Update::Additive, inputs, beta, before, needs.contains(&true))
     }
 }

@@ -56,7 +56,7 @@ use super::{
     AttentionShape, DocumentStarts, ExecPath, Init, Inputs, Kernel, ParameterSpec, ProjectionSpec,
     Variant, VariantSpec,
 };
-use crate::backend::{OpBackend, primitive, tensor};
+use crate::backend::OpBackend;
 use crate::device::DeviceKind;
 use crate::ops::rms_norm::rms_norm;
 
@@ -165,6 +165,10 @@ impl VariantSpec for Config {
         self.short_conv
     }
 
+    fn carries_state(&self) -> bool {
+        true
+    }
+
     fn projections(&self, shape: &AttentionShape) -> Vec<ProjectionSpec> {
         let outputs = shape.heads * VariantSpec::value_dim(self, shape);
         vec![
@@ -240,10 +244,21 @@ impl Variant for Config {
         documents: DocumentStarts<B>,
         path: ExecPath,
     ) -> Tensor<B, 4> {
-        self.run(shape, inputs, documents, |LinearInputs { q, k, v, log_decay }, steps| {
-            let inputs =
-                [primitive(q), primitive(k), primitive(v), primitive(steps), primitive(log_decay)];
-            tensor(path.run::<B, _, 5>(&self.linear(), inputs, vec![]))
+        self.run(shape, inputs, documents, |inputs, steps| {
+            self.linear().attend(inputs, Some(steps), None, path)
+        })
+    }
+
+    fn attend_from<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        documents: DocumentStarts<B>,
+        state: &mut Tensor<B, 2>,
+        path: ExecPath,
+    ) -> Tensor<B, 4> {
+        self.run(shape, inputs, documents, |inputs, steps| {
+            self.linear().attend(inputs, Some(steps), Some(state), path)
         })
     }
 

@@ -3,11 +3,12 @@
 
 pub mod step;
 
+use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Bool, Int, Tensor};
 use longwall_config::Problems;
 
-use super::{AttentionShape, DecodeState, DocumentStarts, Init};
-use crate::backend::OpBackend;
+use super::{AttentionShape, DecodeState, DocumentStarts, ExecPath, Init};
+use crate::backend::{OpBackend, StateOp, primitive, tensor};
 use crate::ops::activation::log_sigmoid;
 use crate::ops::rms_norm::rms_norm;
 
@@ -26,6 +27,22 @@ impl<B: OpBackend> DecodeState for State<B> {
     fn elements(&self) -> usize {
         self.s.as_ref().map_or(0, |s| s.shape().num_elements())
     }
+}
+
+/// Runs an operation over whole rows on `path`. They go on from `state` `[batch, …]`, if there is one, which the operation
+/// takes in `sizes`, and leave theirs in it.
+pub fn run_rows<B: OpBackend, O: StateOp<N>, const N: usize>(
+    path: ExecPath,
+    op: &O,
+    inputs: [FloatTensor<B>; N],
+    state: Option<&mut Tensor<B, 2>>,
+    sizes: [usize; 3],
+) -> Tensor<B, 4> {
+    let Some(state) = state else { return tensor(path.run::<B, O, N>(op, inputs, vec![])) };
+    let before = primitive(state.clone().reshape(sizes));
+    let [y, after] = path.run_from::<B, O, N>(op, inputs, vec![], before);
+    *state = tensor::<B, 3>(after).reshape(state.dims());
+    tensor(y)
 }
 
 /// Initial values of [`step_size`]'s bias: step sizes from 0.001 to 0.1, log-uniform as in the released code of Mamba
@@ -119,7 +136,7 @@ pub fn decay_of_steps<B: OpBackend>(steps: Tensor<B, 3>, a: Tensor<B, 1>) -> Ten
 }
 
 /// `log_decay` `[batch, heads, seq_len, channels]` with the first token of each document set so low that
-/// it clears the state.
+/// it clears the state; not of documents that start at −1, before their row.
 pub fn forget_at_starts<B: OpBackend>(
     log_decay: Tensor<B, 4>,
     documents: DocumentStarts<B>,

@@ -166,6 +166,10 @@ impl VariantSpec for Config {
         false
     }
 
+    fn carries_state(&self) -> bool {
+        true
+    }
+
     fn projections(&self, shape: &AttentionShape) -> Vec<ProjectionSpec> {
         let (width, keys) = (shape.width, shape.kv_heads * shape.head_dim);
         let outputs = shape.heads * self.value_dim(shape);
@@ -252,6 +256,23 @@ impl Variant for Config {
         tensor(path.run::<B, _, 11>(&TimeMix, in_order(inputs), ints))
     }
 
+    fn attend_from<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        documents: DocumentStarts<B>,
+        state: &mut Tensor<B, 2>,
+        path: ExecPath,
+    ) -> Tensor<B, 4> {
+        let ints = documents.into_iter().map(Tensor::into_primitive).collect();
+        let [batch, elements] = state.dims();
+        let sizes = [batch, shape.kv_heads, shape.head_dim, self.value_dim(shape)];
+        let before = primitive(state.clone().reshape(sizes));
+        let [y, after] = path.run_from::<B, _, 11>(&TimeMix, in_order(inputs), ints, before);
+        *state = tensor::<B, 4>(after).reshape([batch, elements]);
+        tensor(y)
+    }
+
     fn log_retention<B: OpBackend>(
         &self,
         shape: &AttentionShape,
@@ -282,9 +303,10 @@ impl Variant for Config {
                 |x: FloatTensor<B>| B::into_cuda(x).expect("the kernel's path is on CUDA");
             let inputs = in_order(inputs).map(on_device);
             let before = state.wkv.take().map(on_cuda::<B, 4>);
-            let [y, end] = cuda::extend(&inputs, before.as_ref()).map(B::from_cuda);
-            state.wkv = Some(tensor(end));
-            return tensor(y);
+            let done = cuda::forward_from(&inputs, &[], before.as_ref(), false);
+            let (forward, end) = done.expect("the kernel serves the layer");
+            state.wkv = Some(tensor(B::from_cuda(end)));
+            return tensor(B::from_cuda(forward.output));
         }
         time_mix(inputs, |inputs| {
             let (o, end) = wkv(inputs, None, state.wkv.take());

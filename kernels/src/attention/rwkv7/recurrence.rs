@@ -67,7 +67,7 @@ impl<B: OpBackend> WkvInputs<B> {
 
 /// r_t S_tᵀ of every token, `[batch, heads, seq_len, value_dim]`, and Sᵀ after the last,
 /// `[batch, kv_heads, head_dim, value_dim]`. `state` is Sᵀ before the first token, 0 if `None`;
-/// `documents` `[batch, seq_len]` has each token's document start, and requires `state` to be `None`.
+/// `documents` `[batch, seq_len]` has each token's document start, −1 if that was before the first token.
 pub(super) fn wkv<B: OpBackend>(
     inputs: WkvInputs<B>,
     documents: Option<Tensor<B, 2, Int>>,
@@ -76,7 +76,7 @@ pub(super) fn wkv<B: OpBackend>(
     let [batch, kv_heads, seq_len, head_dim] = inputs.key.dims();
     let value_dim = inputs.v.dims()[3];
     let state = match state {
-        Some(state) if seq_len == 1 => return step(inputs, state),
+        Some(state) if seq_len == 1 && documents.is_none() => return step(inputs, state),
         state => state,
     };
     let mut state = state

@@ -9,7 +9,7 @@ use super::recurrence::{WkvInputs, wkv};
 use super::{KEY_EPS, MAX_DECAY, NORM_EPS, cuda};
 use crate::attention::Inputs;
 use crate::attention::recurrent::{by_head, by_token, unit};
-use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
+use crate::backend::{Forward, Op, OpBackend, StateOp, primitive, tensor};
 use crate::cuda::CudaTensor;
 use crate::ops::layer_norm::layer_norm;
 
@@ -86,19 +86,36 @@ fn times_head_sums<B: OpBackend>(
 #[derive(Clone, Debug)]
 pub(super) struct TimeMix;
 
-impl Op<11> for TimeMix {
-    fn reference<B: OpBackend>(
-        &self,
+impl TimeMix {
+    /// The outputs, and Sᵀ after the last token.
+    fn by_operations<B: OpBackend>(
         [r, k, v, decay, rate, gate, xi, alpha, rho, scale, bias]: [FloatTensor<B>; 11],
         ints: &[IntTensor<B>],
-    ) -> FloatTensor<B> {
+        before: Option<FloatTensor<B>>,
+    ) -> (Tensor<B, 4>, Tensor<B, 4>) {
         let [q, k, v] = [r, k, v].map(tensor::<B, 4>);
         let projections = [decay, rate, gate].map(tensor::<B, 3>).into();
         let parameters = [xi, alpha, rho, scale, bias].map(tensor::<B, 1>).into();
         let documents =
             ints.first().map(|starts| Tensor::<B, 2, Int>::from_primitive(starts.clone()));
         let inputs = Inputs { q, k, v, projections, parameters };
-        primitive(time_mix(inputs, |inputs| wkv(inputs, documents, None).0))
+        let mut after = None;
+        let o = time_mix(inputs, |inputs| {
+            let (o, end) = wkv(inputs, documents, before.map(tensor));
+            after = Some(end);
+            o
+        });
+        (o, after.expect("the recurrence has run"))
+    }
+}
+
+impl Op<11> for TimeMix {
+    fn reference<B: OpBackend>(
+        &self,
+        inputs: [FloatTensor<B>; 11],
+        ints: &[IntTensor<B>],
+    ) -> FloatTensor<B> {
+        primitive(Self::by_operations::<B>(inputs, ints, None).0)
     }
 
     fn cuda_forward(
@@ -118,5 +135,28 @@ impl Op<11> for TimeMix {
         _needs: [bool; 11],
     ) -> [Option<CudaTensor>; 11] {
         cuda::backward(&saved, ints, &grad).map(Some)
+    }
+}
+
+/// States are Sᵀ, `[batch, kv_heads, head_dim, value_dim]`.
+impl StateOp<11> for TimeMix {
+    fn reference_from<B: OpBackend>(
+        &self,
+        inputs: [FloatTensor<B>; 11],
+        ints: &[IntTensor<B>],
+        before: FloatTensor<B>,
+    ) -> [FloatTensor<B>; 2] {
+        let (o, after) = Self::by_operations::<B>(inputs, ints, Some(before));
+        [primitive(o), primitive(after)]
+    }
+
+    fn cuda_forward_from(
+        &self,
+        inputs: &[CudaTensor; 11],
+        ints: &[CudaTensor],
+        before: &CudaTensor,
+        needs: [bool; 11],
+    ) -> Option<(Forward<CudaTensor>, CudaTensor)> {
+        cuda::forward_from(inputs, ints, Some(before), needs.contains(&true))
     }
 }

@@ -379,16 +379,16 @@ impl Diagonal {
         self.run(&States::default())
     }
 
-    /// As [`forward`](Self::forward), without gradients, from the state `before` the first token, 0 if there is none: y,
-    /// and the state after the last token. States are `[rows, head_dim, value_dim]` in f32.
+    /// As [`forward`](Self::forward), from the state `before` the first token, 0 if there is none; also the state after
+    /// the last token. States are `[rows, head_dim, value_dim]` in f32.
     ///
     /// # Panics
     /// When the state has another shape or type.
-    pub fn extend(&self, before: Option<&CudaTensor>) -> [CudaTensor; 2] {
+    pub fn forward_from(&self, before: Option<&CudaTensor>) -> (CudaTensor, Saved, CudaTensor) {
         let [rows, _, _, d, value_dim] = self.sizes();
         let states = States::between(before, &self.q, [rows, d, value_dim]);
-        let (y, _) = self.run(&states);
-        [y, states.after.expect("the state after the last token")]
+        let (y, saved) = self.run(&states);
+        (y, saved, states.after.expect("the state after the last token"))
     }
 
     /// As [`forward`](Self::forward), between states.

@@ -28,11 +28,12 @@ fn add_product(dst: &mut [f32], x: &[f32], y: &[f32]) {
 }
 
 impl LinearRow<'_> {
-    pub(super) fn backward(&self, grad: &[f32], own_keys: bool, grads: &mut Grads) {
+    /// `state` is that before the first token.
+    pub(super) fn backward(&self, state: &[f32], grad: &[f32], own_keys: bool, grads: &mut Grads) {
         let RowSizes { head_dim: d, value_dim: values, .. } = self.sizes;
         let mut buffers = Buffers::default();
         let mut states = vec![];
-        let mut state = vec![0.0; d * values];
+        let mut state = state.to_vec();
         for chunk in self.chunks() {
             states.push(state.clone());
             self.advance(&chunk, &mut state, &mut buffers);

@@ -107,23 +107,23 @@ impl LinearRow<'_> {
         Mat::new(&self.v[self.v_at(tokens)], tokens.len(), d, d)
     }
 
-    fn forward(&self, y: &mut [f32]) {
+    /// Writes y, and advances the state `[head_dim, value_dim]` past the row.
+    fn forward(&self, y: &mut [f32], state: &mut [f32]) {
         let RowSizes { group, head_dim: d, value_dim: values, .. } = self.sizes;
         let mut buffers = Buffers::default();
-        let mut state = vec![0.0; d * values];
         for chunk in self.chunks() {
             self.decays.since_start(&chunk, &mut buffers.q_factors);
             for head in 0..group {
                 product(&mut buffers.q, &self.q[self.q_at(head, &chunk)], &buffers.q_factors);
                 let y = &mut y[self.o_at(head, &chunk)];
                 let q = Mat::new(&buffers.q, chunk.len(), d, d);
-                gemm(y, values, 1.0, q, Mat::new(&state, d, values, values), 0.0);
+                gemm(y, values, 1.0, q, Mat::new(state, d, values, values), 0.0);
                 self.add_own(head, &chunk, y);
             }
             for pair in self.pairs(chunk.clone()) {
                 self.forward_pair(&pair, &mut buffers, y);
             }
-            self.advance(&chunk, &mut state, &mut buffers);
+            self.advance(&chunk, state, &mut buffers);
         }
     }
 
@@ -176,23 +176,28 @@ impl GatedLinear {
         RowSizes { rows, group, seq_len, head_dim, value_dim, channels, chunk: self.size(seq_len) }
     }
 
-    /// y.
-    pub fn run(&self, inputs: &[FlexTensor; 4]) -> FlexTensor {
+    /// y, and the state after the last token; `before` is that before the first, 0 if `None`. States are
+    /// `[rows, head_dim, value_dim]`.
+    pub fn run(&self, inputs: &[FlexTensor; 4], before: Option<&FlexTensor>) -> [FlexTensor; 2] {
         let inputs = [0, 1, 2, 3].map(|at| contiguous(&inputs[at]));
         let sizes = self.sizes(&inputs);
-        let RowSizes { rows, group, seq_len, value_dim, .. } = sizes;
+        let RowSizes { rows, group, seq_len, head_dim, value_dim, .. } = sizes;
         let mut y = buffer(rows * group * seq_len * value_dim);
+        let mut states = first_states(before, rows * head_dim * value_dim);
         y.par_chunks_mut(group * seq_len * value_dim)
+            .zip(states.par_chunks_mut(head_dim * value_dim))
             .enumerate()
-            .for_each(|(row, y)| row_of(&inputs, row, sizes).forward(y));
-        from_vec(y, &[rows, group, seq_len, value_dim])
+            .for_each(|(row, (y, state))| row_of(&inputs, row, sizes).forward(y, state));
+        let y = from_vec(y, &[rows, group, seq_len, value_dim]);
+        [y, from_vec(states, &[rows, head_dim, value_dim])]
     }
 
-    /// The gradients of the inputs, where `grad` is that of y; without `own_keys`, that of
-    /// y_t − (q_t · k_t) v_t, in which queries read only the keys before theirs.
+    /// The gradients of the inputs, where `grad` is that of y and `before` as in [`GatedLinear::run`]; without
+    /// `own_keys`, that of y_t − (q_t · k_t) v_t, in which queries read only the keys before theirs.
     pub fn gradients(
         &self,
         inputs: &[FlexTensor],
+        before: Option<&FlexTensor>,
         grad: &FlexTensor,
         own_keys: bool,
     ) -> [FlexTensor; 4] {
@@ -203,27 +208,35 @@ impl GatedLinear {
         let [q, k, v, log_decay] = &mut grads;
         let part = |x: &Vec<f32>| x.len() / sizes.rows;
         let parts = [part(q), part(k), part(v), part(log_decay)];
+        let of_state = sizes.head_dim * sizes.value_dim;
+        let states = first_states(before, sizes.rows * of_state);
         q.par_chunks_mut(parts[0])
             .zip(k.par_chunks_mut(parts[1]))
             .zip(v.par_chunks_mut(parts[2]))
             .zip(log_decay.par_chunks_mut(parts[3]))
+            .zip(states.par_chunks(of_state))
             .enumerate()
-            .for_each(|(row, (((q, k), v), log_decay))| {
+            .for_each(|(row, ((((q, k), v), log_decay), state))| {
                 let grad = part_of(&grad, row, sizes.rows);
                 let grads = &mut Grads { q, k, v, log_decay };
-                row_of(&inputs, row, sizes).backward(grad, own_keys, grads);
+                row_of(&inputs, row, sizes).backward(state, grad, own_keys, grads);
             });
         let mut shapes = inputs.iter().map(dims);
         grads.map(|x| from_vec(x, &shapes.next().expect("a shape for each input")))
     }
 }
 
-/// Inputs without weights: q, k, β v and the log decays.
-pub fn weighted([q, k, v, beta, log_decay]: &[FlexTensor; 5]) -> [FlexTensor; 4] {
+/// The states before the first tokens of all rows, `elements` in all; 0 without `before`.
+pub fn first_states(before: Option<&FlexTensor>, elements: usize) -> Vec<f32> {
+    before.map_or_else(|| buffer(elements), |before| slice(&contiguous(before)).to_vec())
+}
+
+/// β v.
+pub fn weighted(v: &FlexTensor, beta: &FlexTensor) -> FlexTensor {
     let [v, beta] = [v, beta].map(contiguous);
     let rows = slice(&v).chunks_exact(dims(&v)[2]).zip(slice(&beta));
     let weighted = rows.flat_map(|(v, beta)| v.iter().map(move |v| beta * v)).collect();
-    [q.clone(), k.clone(), from_vec(weighted, &dims(&v)), log_decay.clone()]
+    from_vec(weighted, &dims(&v))
 }
 
 /// The gradients of v and β, where `grad` is that of β v.

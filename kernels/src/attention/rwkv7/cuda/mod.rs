@@ -170,6 +170,26 @@ impl Call {
         y
     }
 
+    /// The outputs, where `o` are the recurrence's, and what [`backward`] takes if `save`: `inputs`, o, and what the
+    /// recurrence saved.
+    fn finished(
+        self,
+        inputs: &[CudaTensor; INPUTS],
+        recurrence: &Diagonal,
+        o: CudaTensor,
+        saved: Saved,
+        save: bool,
+    ) -> Forward<CudaTensor> {
+        let output = self.outputs(&o, &recurrence.k);
+        if !save {
+            return Forward { output, saved: vec![] };
+        }
+        let mut inputs = inputs.clone();
+        (inputs[0], inputs[2]) = (self.r, self.v);
+        let saved = inputs.into_iter().chain([o]).chain(saved.into_tensors()).collect();
+        Forward { output, saved }
+    }
+
     /// Query heads per key head.
     fn group(&self) -> usize {
         self.of_heads().heads / self.of_keys().heads
@@ -196,32 +216,38 @@ pub fn forward(
     ints: &[CudaTensor],
     save: bool,
 ) -> Option<Forward<CudaTensor>> {
-    let (tokens, v) = (Tokens::of(&inputs[0]), &inputs[2]);
-    if !chunked::serves(inputs[0].dtype, tokens.channels, dims(v)[3]) || elements(v) == 0 {
+    if !serves(inputs) {
         return None;
     }
     let call = Call::new(inputs, ints);
     let recurrence = call.recurrence();
     let (o, saved) = recurrence.forward();
-    let y = call.outputs(&o, &recurrence.k);
-    if !save {
-        return Some(Forward { output: y, saved: vec![] });
-    }
-    let mut inputs = inputs.clone();
-    (inputs[0], inputs[2]) = (call.r, call.v);
-    let saved = inputs.into_iter().chain([o]).chain(saved.into_tensors()).collect();
-    Some(Forward { output: y, saved })
+    Some(call.finished(inputs, &recurrence, o, saved, save))
 }
 
-/// The outputs of tokens after those in the state `before`, 0 if there is none, and the state after them. States are
+/// As [`forward`], from the state `before` the first token, 0 if there is none; also the state after the last. States are
 /// `[batch, kv_heads, head_dim, head_dim]` in f32.
-pub fn extend(inputs: &[CudaTensor; INPUTS], before: Option<&CudaTensor>) -> [CudaTensor; 2] {
-    let call = Call::new(inputs, &[]);
+pub fn forward_from(
+    inputs: &[CudaTensor; INPUTS],
+    ints: &[CudaTensor],
+    before: Option<&CudaTensor>,
+    save: bool,
+) -> Option<(Forward<CudaTensor>, CudaTensor)> {
+    if !serves(inputs) {
+        return None;
+    }
+    let call = Call::new(inputs, ints);
     let Tokens { batch, heads, channels: d, .. } = call.of_keys();
     let recurrence = call.recurrence();
     let before = before.map(|state| reshaped(state, &[batch * heads, d, d]));
-    let [o, after] = recurrence.extend(before.as_ref());
-    [call.outputs(&o, &recurrence.k), reshaped(&after, &[batch, heads, d, d])]
+    let (o, saved, after) = recurrence.forward_from(before.as_ref());
+    let forward = call.finished(inputs, &recurrence, o, saved, save);
+    Some((forward, reshaped(&after, &[batch, heads, d, d])))
+}
+
+fn serves(inputs: &[CudaTensor; INPUTS]) -> bool {
+    let (r, v) = (&inputs[0], &inputs[2]);
+    chunked::serves(r.dtype, Tokens::of(r).channels, dims(v)[3]) && elements(v) > 0
 }
 
 /// The gradients of the inputs, where `grad` is that of the output and `saved` what [`forward`] saved.
