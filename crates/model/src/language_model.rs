@@ -1,7 +1,7 @@
 //! The language model: embedding, blocks, final norm, output layer.
 
 use burn::module::{Module, Param};
-use burn::tensor::{FloatDType, Int, Tensor};
+use burn::tensor::{DType, FloatDType, Int, Tensor};
 use longwall_kernels::attention::DocumentStarts;
 use longwall_kernels::attention::probe::{Metric, Probe};
 use longwall_kernels::backend::OpBackend;
@@ -133,6 +133,34 @@ impl<B: OpBackend> LanguageModel<B> {
         self.norm.forward(x)
     }
 
+    /// As [`LanguageModel::hidden`], where each row continues the one that left `carried`, see
+    /// [`LanguageModel::nothing_carried`]; leaves in it what the rows that continue these need.
+    ///
+    /// # Panics
+    /// When a layer's kind carries no state.
+    pub fn hidden_from(
+        &self,
+        tokens: Tensor<B, 2, Int>,
+        documents: DocumentStarts<B>,
+        carried: &mut [Tensor<B, 2>],
+    ) -> Tensor<B, 3> {
+        assert_eq!(carried.len(), self.blocks.len(), "blocks that carry");
+        let mut x = self.embedded(tokens, documents.clone());
+        let mut first_values = None;
+        for (block, carried) in self.blocks.iter().zip(carried) {
+            x = block.forward_from(x, documents.clone(), carried, &mut first_values);
+        }
+        self.norm.forward(x)
+    }
+
+    /// What `rows` rows without a past go on from: 0, `[rows, carried_elements]` for each block, in f32.
+    pub fn nothing_carried(&self, rows: usize, device: &B::Device) -> Vec<Tensor<B, 2>> {
+        let zeros = |block: &Block<B>| {
+            Tensor::zeros([rows, block.carried_elements()], (device, DType::F32))
+        };
+        self.blocks.iter().map(zeros).collect()
+    }
+
     /// The metrics that [`LanguageModel::observe`] may report, each once, in the order of the layers.
     pub fn metrics(&self) -> Vec<Metric> {
         distinct(self.blocks.iter().flat_map(|block| block.attention.metrics()))
@@ -249,6 +277,21 @@ impl<B: OpBackend> LanguageModel<B> {
         z_loss: f32,
     ) -> Loss<B> {
         self.loss_of_hidden(self.hidden(tokens, documents), targets, weights, z_loss)
+    }
+
+    /// As [`LanguageModel::loss`], where each row continues the one that left `carried`, as in
+    /// [`LanguageModel::hidden_from`].
+    pub fn loss_from(
+        &self,
+        tokens: Tensor<B, 2, Int>,
+        targets: Tensor<B, 2, Int>,
+        weights: Tensor<B, 2>,
+        documents: DocumentStarts<B>,
+        z_loss: f32,
+        carried: &mut [Tensor<B, 2>],
+    ) -> Loss<B> {
+        let hidden = self.hidden_from(tokens, documents, carried);
+        self.loss_of_hidden(hidden, targets, weights, z_loss)
     }
 
     /// [`LanguageModel::loss`] from the last block's output, `[batch, seq_len, width]`.

@@ -7,6 +7,7 @@ use longwall_kernels::attention::{
 };
 use longwall_kernels::backend::OpBackend;
 
+use super::carried::Carried;
 use super::norm::Input;
 use super::projection::{ProjectionHistory, conv_taps};
 use super::time::Preceding;
@@ -129,6 +130,48 @@ impl<B: OpBackend> Attention<B> {
         let inputs = self.inputs(&x, first_values, &mut preceding);
         let o = self.variant.attend(&self.shape, inputs, documents.clone());
         self.finish(o, &x, &mut preceding, residual)
+    }
+
+    /// As [`Attention::forward`], where rows go on from what the next of `parts` hold, and replace it. Documents that began
+    /// before their row start at −1.
+    pub(super) fn forward_from(
+        &self,
+        x: Tensor<B, 3>,
+        documents: &DocumentStarts<B>,
+        first_values: &mut Option<Tensor<B, 3>>,
+        residual: Option<Tensor<B, 3>>,
+        parts: &mut Carried<B>,
+    ) -> Tensor<B, 3> {
+        let (dtype, [_, seq_len, _]) = (x.dtype(), x.dims());
+        let elements = self.variant.state_elements(&self.shape, seq_len) as usize;
+        let mut state = parts.next(elements).expect("the state has elements");
+        let mut next = |projection: &Projection<B>| {
+            ProjectionHistory::next_of(parts, projection.history_shapes(), dtype)
+        };
+        let mut histories = Histories {
+            q: next(&self.q),
+            k: next(&self.k),
+            v: next(&self.v),
+            extra: self.extra.iter().map(&mut next).collect(),
+            output_gate: self.output_gate.as_ref().map_or_else(ProjectionHistory::new, next),
+        };
+        let (x, mut preceding) = (Input::of(x), Preceding::Rows(documents, &mut histories));
+        let inputs = self.inputs(&x, first_values, &mut preceding);
+        let o = self.variant.attend_from(&self.shape, inputs, documents.clone(), &mut state);
+        let y = self.finish(o, &x, &mut preceding, residual);
+        parts.replace(Some(state));
+        let Histories { q, k, v, extra, output_gate } = histories;
+        let all = [q, k, v].into_iter().chain(extra).chain([output_gate]);
+        all.for_each(|history| history.replace_in(parts));
+        y
+    }
+
+    /// Elements that [`Attention::forward_from`] takes of each row.
+    pub(super) fn carried_elements(&self) -> usize {
+        let gate = self.output_gate.as_ref();
+        let histories = self.projections().chain(gate).flat_map(Projection::history_shapes);
+        let histories: usize = histories.map(|[tokens, channels]| tokens * channels).sum();
+        self.variant.state_elements(&self.shape, 1) as usize + histories
     }
 
     /// Changes how far back a token attends, in tokens; `None` for all tokens before it. No weight depends on it.

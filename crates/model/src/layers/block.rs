@@ -4,6 +4,7 @@ use longwall_kernels::attention::DocumentStarts;
 use longwall_kernels::attention::probe::Probe;
 use longwall_kernels::backend::OpBackend;
 
+use super::carried::Carried;
 use super::norm::Input;
 use super::time::{History, Preceding};
 use super::{Attention, AttentionLayerState, LayerWeights, Mlp, Norm};
@@ -75,6 +76,45 @@ impl<B: OpBackend> Block<B> {
         self.add(&self.mlp_norm, self.mlp_out_norm.as_ref(), x, |x, residual| {
             self.mlp.forward(Input::of(x.value()), Preceding::Nothing(&documents), residual)
         })
+    }
+
+    /// As [`Block::forward`], where each row continues the one that left `carried`, `[rows, carried_elements]` in f32, 0
+    /// before the first token of all; leaves in it what the rows that continue these need. No gradient reaches it.
+    ///
+    /// A document that starts with its row is one that goes on from before: where it is not, `carried` is 0.
+    ///
+    /// # Panics
+    /// When the layer's kind carries no state.
+    pub fn forward_from(
+        &self,
+        x: Tensor<B, 3>,
+        documents: DocumentStarts<B>,
+        carried: &mut Tensor<B, 2>,
+        first_values: &mut Option<Tensor<B, 3>>,
+    ) -> Tensor<B, 3> {
+        let documents = documents.map(|starts| starts.clone().mask_fill(starts.equal_elem(0), -1));
+        let mut parts = Carried::of(carried);
+        let x =
+            self.add(&self.attention_norm, self.attention_out_norm.as_ref(), x, |x, residual| {
+                let x = x.value();
+                self.attention.forward_from(x, &documents, first_values, residual, &mut parts)
+            });
+        let x = self.add(&self.mlp_norm, self.mlp_out_norm.as_ref(), x, |x, residual| {
+            let x = x.value();
+            let mut history = parts.next_history(self.mlp.history_shape(), x.dtype());
+            let preceding = Preceding::Rows(&documents, &mut history);
+            let y = self.mlp.forward(Input::of(x), preceding, residual);
+            parts.replace_history(history);
+            y
+        });
+        parts.finish();
+        x
+    }
+
+    /// Elements that a row hands over to the row that continues it.
+    pub fn carried_elements(&self) -> usize {
+        let [tokens, channels] = self.mlp.history_shape();
+        self.attention.carried_elements() + tokens * channels
     }
 
     /// Reports the block's metrics of [`Block::forward`] with the same arguments.

@@ -43,6 +43,11 @@ impl<B: OpBackend> Mlp<B> {
         }
     }
 
+    /// Inputs that the token shift needs of earlier tokens, as `[tokens, width]`.
+    pub(super) fn history_shape(&self) -> [usize; 2] {
+        self.shift.as_ref().map_or([0, 0], |mu| [1, mu.dims()[0]])
+    }
+
     /// The MLP's output, added to `residual` if there is one: both are `[batch, n, width]`.
     pub(super) fn forward(
         &self,

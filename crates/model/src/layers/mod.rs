@@ -2,6 +2,7 @@
 
 mod attention;
 mod block;
+mod carried;
 mod linear;
 mod mlp;
 mod named;

@@ -1,10 +1,11 @@
 use burn::module::{Module, Param};
-use burn::tensor::{Tensor, activation};
+use burn::tensor::{DType, Tensor, activation};
 use longwall_kernels::attention::{LowRankActivation, ProjectionSpec};
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::ops::linear::linear;
 
 use super::Linear;
+use super::carried::Carried;
 use super::time::{History, Preceding};
 use crate::init::WeightInit;
 
@@ -48,6 +49,18 @@ impl<B: OpBackend> ProjectionHistory<B> {
     /// Before the first token.
     pub fn new() -> Self {
         ProjectionHistory { shift: History::new(), conv: History::new() }
+    }
+
+    /// The next parts of what rows hand over.
+    pub fn next_of(parts: &mut Carried<B>, shapes: [[usize; 2]; 2], dtype: DType) -> Self {
+        let [shift, conv] = shapes.map(|shape| parts.next_history(shape, dtype));
+        ProjectionHistory { shift, conv }
+    }
+
+    /// The inverse of [`ProjectionHistory::next_of`].
+    pub fn replace_in(self, parts: &mut Carried<B>) {
+        parts.replace_history(self.shift);
+        parts.replace_history(self.conv);
     }
 
     /// Elements held.
@@ -98,6 +111,16 @@ impl<B: OpBackend> Projection<B> {
     ) -> Tensor<B, 3> {
         let x = self.shifted(x, preceding.part(|history| &mut history.shift));
         self.convolved(self.linear(x), preceding.part(|history| &mut history.conv))
+    }
+
+    /// Inputs that the token shift and the convolution need of earlier tokens, as `[tokens, channels]`.
+    pub(super) fn history_shapes(&self) -> [[usize; 2]; 2] {
+        let shift = self.shift.as_ref().map_or([0, 0], |mu| [1, mu.dims()[0]]);
+        let conv = self.conv.as_ref().map_or([0, 0], |taps| {
+            let [channels, taps] = taps.dims();
+            [taps - 1, channels]
+        });
+        [shift, conv]
     }
 
     /// Step 1: `x` and the result are `[batch, n, width]`.

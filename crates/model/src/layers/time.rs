@@ -1,6 +1,6 @@
 //! Short convolutions and token shifts: what a layer reads from earlier tokens outside attention.
 
-use burn::tensor::{Tensor, s};
+use burn::tensor::{Int, Tensor, s};
 use longwall_kernels::attention::DocumentStarts;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::ops::short_conv::short_conv;
@@ -14,6 +14,16 @@ impl<B: OpBackend> History<B> {
     /// The history before the first token.
     pub fn new() -> Self {
         History(None)
+    }
+
+    /// The history that holds these inputs.
+    pub fn of(held: Option<Tensor<B, 3>>) -> Self {
+        History(held)
+    }
+
+    /// The inputs held.
+    pub fn into_held(self) -> Option<Tensor<B, 3>> {
+        self.0
     }
 
     /// Elements held.
@@ -33,6 +43,39 @@ impl<B: OpBackend> History<B> {
         self.0 = Some(all.clone().slice(s![.., len.saturating_sub(taps - 1)..]));
         short_conv(all, weight, silu, None).slice(s![.., len - n..])
     }
+
+    /// As [`History::conv`], over whole rows of documents that start at `documents`, those that began before their row at −1.
+    /// All taps − 1 inputs are held, 0 before a document's first token.
+    fn conv_rows(
+        &mut self,
+        x: Tensor<B, 3>,
+        weight: Tensor<B, 2>,
+        silu: bool,
+        documents: &DocumentStarts<B>,
+    ) -> Tensor<B, 3> {
+        let Some(held) = self.0.take() else {
+            return short_conv(x, weight, silu, documents.clone());
+        };
+        let ([batch, n, _], kept) = (x.dims(), held.dims()[1]);
+        let all = Tensor::cat(vec![held, x], 1);
+        let mut last = all.clone().narrow(1, n, kept);
+        // Places in `all`. A document that began before the row may have begun before all that is held.
+        let starts = documents.as_ref().map(|starts| {
+            let before = starts.clone().lower_elem(0);
+            let places = (starts.clone() + kept as i64).mask_fill(before, 0);
+            let options = (&places.device(), places.dtype());
+            let held = Tensor::<B, 2, Int>::zeros([batch, kept], options);
+            Tensor::cat(vec![held, places], 1)
+        });
+        if let Some(starts) = &starts {
+            let last_start = starts.clone().narrow(1, n + kept - 1, 1).expand([batch, kept]);
+            let places = Tensor::<B, 1, Int>::arange(n as i64..(n + kept) as i64, &last.device());
+            let places = places.cast(starts.dtype()).unsqueeze::<2>().expand([batch, kept]);
+            last = last.mask_fill(places.lower(last_start).unsqueeze_dim(2), 0.0);
+        }
+        self.0 = Some(last);
+        short_conv(all, weight, silu, starts).narrow(1, kept, n)
+    }
 }
 
 /// The tokens before those of a call.
@@ -41,6 +84,9 @@ pub(super) enum Preceding<'a, B: OpBackend, H> {
     Nothing(&'a DocumentStarts<B>),
     /// Those of earlier decoding calls, in the layer's histories `H`.
     Held(&'a mut H),
+    /// Those of the rows that the call's rows continue, in the layer's histories `H`. Documents that began before their
+    /// row start at −1.
+    Rows(&'a DocumentStarts<B>, &'a mut H),
 }
 
 impl<B: OpBackend, H> Preceding<'_, B, H> {
@@ -49,6 +95,7 @@ impl<B: OpBackend, H> Preceding<'_, B, H> {
         match self {
             Preceding::Nothing(documents) => Preceding::Nothing(documents),
             Preceding::Held(histories) => Preceding::Held(part(histories)),
+            Preceding::Rows(documents, histories) => Preceding::Rows(documents, part(histories)),
         }
     }
 }
@@ -60,6 +107,7 @@ impl<B: OpBackend> Preceding<'_, B, History<B>> {
         match self {
             Preceding::Nothing(documents) => short_conv(x, weight, silu, documents.clone()),
             Preceding::Held(history) => history.conv(x, weight, silu),
+            Preceding::Rows(documents, history) => history.conv_rows(x, weight, silu, documents),
         }
     }
 
