@@ -64,6 +64,9 @@ pub enum Rows {
     Documents,
     /// As `Documents`, but shorter rows are consecutive parts of the documents' rows.
     CutDocuments,
+    /// A window of the stream of all documents that follows the one in the same row of the batch before: each row of a
+    /// batch goes on through its part of the text. In validation as `Packed`.
+    Streams,
 }
 
 impl Rows {
@@ -72,11 +75,16 @@ impl Rows {
         *self == Rows::Packed
     }
 
+    /// Whether a row begins with its document.
+    pub(crate) fn are_documents(self) -> bool {
+        matches!(self, Rows::Documents | Rows::CutDocuments)
+    }
+
     /// The rows of `loaded` tokens, the length that the loader is open with, that a batch of `tokens` in rows of
     /// `seq_len` takes. Rows are cut into shorter ones; with [`Rows::Documents`], shorter rows hold less.
     pub fn taken(self, tokens: u64, seq_len: usize, loaded: usize) -> u64 {
         match self {
-            Rows::Packed | Rows::CutDocuments => tokens / loaded as u64,
+            Rows::Packed | Rows::CutDocuments | Rows::Streams => tokens / loaded as u64,
             Rows::Documents => tokens / seq_len as u64,
         }
     }
@@ -88,6 +96,7 @@ impl std::fmt::Display for Rows {
             Rows::Packed => "packed",
             Rows::Documents => "documents",
             Rows::CutDocuments => "cut-documents",
+            Rows::Streams => "streams",
         })
     }
 }
@@ -148,6 +157,24 @@ impl DataConfig {
             "weights with a finite sum",
             "set them lower: only their ratios matter",
         );
+        if self.rows == Rows::Streams {
+            problems.check(
+                self.sources.len() <= 1,
+                "data.sources",
+                format!("{} tables with data.rows = \"streams\"", self.sources.len()),
+                "one source, whose text each row of a batch reads a part of",
+                "join them to one source, or set data.rows = \"packed\"",
+            );
+            if let Some(source) = self.sources.iter().find(|source| source.is_generated()) {
+                problems.check(
+                    false,
+                    "data.rows",
+                    format!("\"streams\" with a source of kind \"{}\"", source.kind()),
+                    "a source of text: generated rows do not continue one another",
+                    "set data.rows = \"packed\"",
+                );
+            }
+        }
         for (at, source) in self.sources.iter().enumerate() {
             self.validate_source(&format!("data.sources[{at}]"), source, weights, problems);
         }
@@ -213,6 +240,21 @@ mod tests {
         data.sources is weights whose sum is inf; allowed: weights with a finite sum
           hint: set them lower: only their ratios matter
         ");
+    }
+
+    #[test]
+    fn streams_are_of_one_text() {
+        let text = r#"
+            seq_len = 64
+            rows = "streams"
+            sources = [{ kind = "cargo-sources" }, { kind = "passkey" }]"#;
+        insta::assert_snapshot!(problems(text), @r#"
+        the configuration has 2 problems:
+        data.sources is 2 tables with data.rows = "streams"; allowed: one source, whose text each row of a batch reads a part of
+          hint: join them to one source, or set data.rows = "packed"
+        data.rows is "streams" with a source of kind "passkey"; allowed: a source of text: generated rows do not continue one another
+          hint: set data.rows = "packed"
+        "#);
     }
 
     #[test]

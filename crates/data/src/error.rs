@@ -151,6 +151,20 @@ pub enum DataError {
         /// What a row should hold.
         rows: Rows,
     },
+    /// A text is shorter than a row for each stream.
+    #[error(
+        "source {source_name} has {rows} rows of {seq_len} tokens, and a batch has {streams}; with data.rows = \"streams\" each reads a part of its own\n  hint: give more text, lower train.batch_tokens or data.seq_len, or set data.rows = \"packed\""
+    )]
+    FewerRowsThanStreams {
+        /// The source.
+        source_name: String,
+        /// Rows of an epoch.
+        rows: u64,
+        /// Tokens in a row.
+        seq_len: usize,
+        /// Rows of a batch.
+        streams: usize,
+    },
     /// No source has validation data.
     #[error(
         "no source has validation data: {sources}\n  hint: raise data.validation_fraction, give more documents (data.sources.separator splits long text files), or give a shards source `validation` files"

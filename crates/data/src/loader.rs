@@ -7,12 +7,15 @@
 //!   seed, source and epoch gives. Each epoch shifts all windows by its own offset below
 //!   `seq_len`, so that no token is always first in a row.
 //!   With `rows = "documents"` a row is one document from its start, and an epoch has every document once.
+//!   With `rows = "streams"` the rows of a batch are as many streams, each of which goes on through a part of the text
+//!   from batch to batch.
 //! - A generated source makes its n-th row from the seed and n.
 //!
 //! So the loader keeps no state: a cursor is the index of the next row.
 
 mod documents;
 mod open;
+mod streams;
 mod windows;
 
 use std::collections::BTreeSet;
@@ -27,6 +30,7 @@ use crate::shard::MANIFEST_FILE;
 use crate::sources::RowGenerator;
 use crate::{DataConfig, DataError, Progress, Rows, Tokenizer};
 use documents::{Documents, keep_first};
+use streams::StreamRow;
 use windows::{CheckedStream, Windows};
 
 /// A part of the data.
@@ -65,6 +69,9 @@ pub struct Batch {
     /// For each position, the index in its row of the first token of its document: attention must
     /// not go further back. `None` when `document_mask` is off.
     pub document_starts: Option<Vec<i32>>,
+    /// With `rows = "streams"`, whether each row's first token goes on from the same row of the batch before: within one
+    /// document, if `document_mask` is on.
+    pub goes_on: Option<Vec<bool>>,
 }
 
 impl Batch {
@@ -98,6 +105,7 @@ impl Batch {
             targets: self.targets[tokens.clone()].to_vec(),
             loss_weights: self.loss_weights[tokens.clone()].to_vec(),
             document_starts: self.document_starts.as_ref().map(|all| all[tokens].to_vec()),
+            goes_on: self.goes_on.as_ref().map(|all| all[rows].to_vec()),
         }
     }
 }
@@ -232,7 +240,8 @@ impl Loader {
         open::open(config, tokenizer, seed, split, progress)
     }
 
-    /// Rows `first_row..first_row + rows`. Ranks that share a batch read slices of it.
+    /// Rows `first_row..first_row + rows`. Ranks that share a batch read slices of it. With `rows = "streams"` they are one
+    /// row of each of as many streams: all batches of a run must have the same number of rows.
     ///
     /// With `document_mask`, the target after an end of text has no loss: it is the first token of the
     /// next document, which nothing in this one predicts.
@@ -281,14 +290,20 @@ impl Loader {
         );
         let rows = self.rows.taken(tokens as u64, seq_len, self.seq_len) as usize;
         match self.rows {
-            Rows::Packed | Rows::CutDocuments => Ok(self.try_batch(first_row, rows)?.cut(seq_len)),
+            Rows::Packed | Rows::CutDocuments | Rows::Streams => {
+                Ok(self.try_batch(first_row, rows)?.cut(seq_len))
+            }
             Rows::Documents => self.rows_of(first_row, rows, seq_len),
         }
     }
 
     /// The first `seq_len` tokens of each of `rows` rows.
     fn rows_of(&self, first_row: u64, rows: usize, seq_len: usize) -> Result<Batch, DataError> {
-        let count = rows * seq_len;
+        let (count, streams) = (rows * seq_len, self.streams(rows));
+        let goes_on = streams.map(|streams| {
+            let rows = (first_row..first_row + rows as u64).into_par_iter();
+            rows.map(|row| self.goes_on(StreamRow { row, streams })).collect()
+        });
         let mut batch = Batch {
             rows,
             seq_len,
@@ -296,6 +311,7 @@ impl Loader {
             targets: vec![0; count],
             loss_weights: vec![0.0; count],
             document_starts: self.document_mask.then(|| vec![0; count]),
+            goes_on: goes_on.transpose()?,
         };
         let starts = match &mut batch.document_starts {
             Some(starts) => starts.par_chunks_mut(seq_len).map(Some).collect(),
@@ -311,7 +327,7 @@ impl Loader {
             .try_for_each_init(
                 || vec![0; seq_len + 1],
                 |tokens, (row, (((inputs, targets), weights), starts))| {
-                    self.fill(first_row + row as u64, tokens, targets, weights)?;
+                    self.fill(first_row + row as u64, streams, tokens, targets, weights)?;
                     inputs.copy_from_slice(&tokens[..seq_len]);
                     if let Some(starts) = starts {
                         separate_documents(self.end_of_text, inputs, weights, starts);
@@ -322,14 +338,59 @@ impl Loader {
         Ok(batch)
     }
 
-    /// Fills one row's tokens, its targets and their weights.
+    /// The streams that a batch of `rows` rows has, if its rows are streams.
+    fn streams(&self, rows: usize) -> Option<u64> {
+        let trains = matches!(self.plan, Plan::Train(_));
+        (self.rows == Rows::Streams && trains).then_some(rows as u64)
+    }
+
+    /// The text that the streams read.
+    ///
+    /// # Panics
+    /// When the rows are generated, or no streams: a valid configuration has one source of text.
+    fn stream_windows(&self) -> &Windows {
+        match &self.sources[..] {
+            [SourceRows::Windows(windows)] => windows,
+            sources => panic!("streams of {sources:?}"),
+        }
+    }
+
+    fn goes_on(&self, row: StreamRow) -> Result<bool, DataError> {
+        self.stream_windows().goes_on(row, self.document_mask.then_some(self.end_of_text))
+    }
+
+    /// Rejects batches of `rows` rows that are streams, if the text has fewer rows.
+    ///
+    /// # Errors
+    /// [`DataError::FewerRowsThanStreams`].
+    pub fn check_streams(&self, rows: usize) -> Result<(), DataError> {
+        let windows = |streams| self.stream_windows().steps(streams);
+        match self.streams(rows).map(windows) {
+            Some(0) => Err(DataError::FewerRowsThanStreams {
+                source_name: self.summaries[0].name.clone(),
+                rows: self.stream_windows().count,
+                seq_len: self.seq_len,
+                streams: rows,
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Fills one row's tokens, its targets and their weights; `streams` are those of its batch, if it is of one.
     fn fill(
         &self,
         row: u64,
+        streams: Option<u64>,
         tokens: &mut [i32],
         targets: &mut [i32],
         weights: &mut [f32],
     ) -> Result<(), DataError> {
+        if let Some(streams) = streams {
+            weights.fill(1.0);
+            self.stream_windows().fill_stream(StreamRow { row, streams }, tokens)?;
+            targets.copy_from_slice(&tokens[1..]);
+            return Ok(());
+        }
         let (source, index) = match &self.plan {
             Plan::Train(mixture) => mixture.locate(row),
             Plan::Validation(starts) if row >= starts[self.sources.len()] => {

@@ -123,6 +123,7 @@ fn random_batch(
         targets: tokens(1),
         loss_weights: vec![1.0; rows * seq_len],
         document_starts: document_mask.then(|| vec![0; rows * seq_len]),
+        goes_on: None,
     }
 }
 

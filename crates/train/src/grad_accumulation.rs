@@ -36,6 +36,7 @@ impl<B: OpBackend> MicroBatch<B> {
             inputs: ints(&batch.inputs),
             targets: ints(&batch.targets),
             document_starts: batch.document_starts.as_deref().map(ints),
+            goes_on: None,
         }
     }
 }
@@ -244,6 +245,7 @@ mod tests {
             targets: (1..65).map(token).collect(),
             loss_weights: (0..64).map(|i| if i % 5 == 0 { 0.0 } else { 1.0 }).collect(),
             document_starts: Some((0..64).map(|i| if i % 16 < 6 { 0 } else { 6 }).collect()),
+            goes_on: None,
         }
     }
 
@@ -318,6 +320,7 @@ mod tests {
                     targets: part(&whole.targets),
                     loss_weights: whole.loss_weights[first * 16..(first + 2) * 16].to_vec(),
                     document_starts: whole.document_starts.as_deref().map(part),
+                    goes_on: None,
                 };
                 assert_eq!(weight_sum(&alone), norm.weight);
                 let plan = AccumulationPlan { measure_noise: false, ..plan };

@@ -178,6 +178,7 @@ mod tests {
             targets: vec![1, 2, 0, 1],
             loss_weights: vec![1.0, 1.0, 1.0, 0.0],
             document_starts: None,
+            goes_on: None,
         };
         let mut sums = Sums::new(4);
         let nat = std::f32::consts::LN_2;
@@ -198,6 +199,7 @@ mod tests {
             targets: vec![1; rows * 16],
             loss_weights: weights,
             document_starts: starts,
+            goes_on: None,
         };
         let mut sums = Sums::new(16);
         sums.add(&batch, (0..rows * 16).map(|at| (16 - at % 16) as f32), &[0, 1]);

@@ -122,7 +122,7 @@ fn open_rows(
         Split::Train => Order::Shuffled { key: context.seed },
         Split::Validation => Order::Spread { rows: 1 },
     };
-    if !context.data.rows.is_packed() {
+    if context.data.rows.are_documents() {
         let tokens = stream.tokens();
         let documents = Documents::new(stream, context.tokenizer, order)?;
         if documents.count() == 0 {

@@ -1,5 +1,6 @@
 mod documents;
 mod errors;
+mod streams;
 
 use std::collections::HashSet;
 use std::path::Path;

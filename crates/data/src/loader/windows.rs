@@ -50,8 +50,8 @@ impl CheckedStream {
 #[derive(Debug)]
 pub(super) struct Windows {
     pub(super) stream: CheckedStream,
-    seq_len: u64,
-    order: Order,
+    pub(super) seq_len: u64,
+    pub(super) order: Order,
     /// Windows in an epoch, at least 1.
     pub(super) count: u64,
 }
@@ -112,12 +112,15 @@ impl Windows {
     pub(super) fn start(&self, index: u64) -> u64 {
         let start = self.order.at(index, self.count) * self.seq_len;
         match self.order {
-            Order::Shuffled { key } => {
-                let room = self.stream.tokens() - 1 - self.count * self.seq_len;
-                let offsets = room.min(self.seq_len - 1) + 1;
-                start + derive_key("offset", &[key, index / self.count]) % offsets
-            }
+            Order::Shuffled { key } => start + self.offset(key, index / self.count),
             Order::Spread { .. } => start,
         }
+    }
+
+    /// By how much an epoch of training shifts all windows, below seq_len.
+    pub(super) fn offset(&self, key: u64, epoch: u64) -> u64 {
+        let room = self.stream.tokens() - 1 - self.count * self.seq_len;
+        let offsets = room.min(self.seq_len - 1) + 1;
+        derive_key("offset", &[key, epoch]) % offsets
     }
 }

@@ -60,6 +60,7 @@ impl Evaluator<TestBackend> for Notes {
             targets: (1..9).collect(),
             loss_weights: vec![1.0; 8],
             document_starts: None,
+            goes_on: None,
         };
         let MicroBatch { inputs, targets, .. } =
             MicroBatch::<TestBackend>::new(&batch, 0..1, &Default::default());
