@@ -88,7 +88,7 @@ pub fn run<B: OpBackend>(
     };
     for step in 0..steps {
         let started = Instant::now();
-        let pass = forward_backward(&model, &batch, weights, plan, &never, device)
+        let pass = forward_backward(&model, &batch, None, weights, plan, &never, device)
             .expect("nobody asks to stop");
         let BatchScalars { loss, grad_norm, .. } = pass.scalars();
         let lr = schedule.lr(step.min(timeline.total_steps() - 1));

@@ -13,6 +13,7 @@ use longwall_kernels::backend::OpBackend;
 use longwall_kernels::ops::cross_entropy::Loss;
 use longwall_model::LanguageModel;
 
+use crate::carried::Carried;
 use crate::distributed::{Collective, CollectiveError, sum_over_ranks};
 use crate::gradients::Gradients;
 use crate::noise_scale::MicroBatchNorm;
@@ -36,7 +37,6 @@ impl<B: OpBackend> MicroBatch<B> {
             inputs: ints(&batch.inputs),
             targets: ints(&batch.targets),
             document_starts: batch.document_starts.as_deref().map(ints),
-            goes_on: None,
         }
     }
 }
@@ -50,6 +50,8 @@ pub struct BatchGradients<B: OpBackend> {
     /// Of each micro-batch, the sum of its loss weights, and what its gradient's squares add up from; empty unless the
     /// plan measures them.
     micro_batches: Vec<(f64, Vec<Tensor<B, 1>>)>,
+    /// What the rows hand over, if they are rows of streams.
+    pub carried: Option<Carried<B>>,
 }
 
 /// The scalars of a whole batch.
@@ -156,18 +158,24 @@ pub struct AccumulationPlan {
 /// Every position is weighted by its loss weight over `weight_sum`, the sum over the whole batch, so
 /// that the micro-batches' losses and gradients sum to those of the batch's mean loss.
 ///
+/// Rows of streams go on from `carried`, and hand over what is in the result; other rows need none.
+///
 /// Returns `None` if `stop` is raised before the last micro-batch: what is computed by then is discarded.
 ///
 /// # Panics
-/// When the batch has no rows.
+/// When the batch has no rows, or rows of streams that `carried` is not of.
 pub fn forward_backward<B: OpBackend>(
     model: &LanguageModel<Autodiff<B>>,
     batch: &Batch,
+    carried: Option<&Carried<B>>,
     weight_sum: f64,
     plan: AccumulationPlan,
     stop: &StopFlag,
     device: &B::Device,
 ) -> Option<BatchGradients<B>> {
+    let streams = batch.goes_on.as_ref();
+    let streams = streams.map(|goes_on| (goes_on, carried.expect("rows of streams go on")));
+    let mut handed_over = vec![];
     let mut gradients = Gradients::none(model);
     let mut terms: Option<Tensor<B, 1>> = None;
     let mut micro_batches = vec![];
@@ -179,11 +187,11 @@ pub fn forward_backward<B: OpBackend>(
         let before = plan.measure_noise.then(|| gradients.copies());
         let weight = weight_of(batch, rows.clone());
         let weights = weights::<Autodiff<B>>(batch, rows.clone(), weight_sum, device);
+        let mut past = streams.map(|(goes_on, carried)| carried.of_rows(rows.clone(), goes_on));
         let rows = MicroBatch::new(batch, rows, device);
-        let loss = match plan.recompute {
-            false => one_graph(model, rows, weights, plan.z_loss, &mut gradients),
-            true => recompute::block_by_block(model, rows, weights, plan.z_loss, &mut gradients),
-        };
+        let run = if plan.recompute { recompute::block_by_block } else { one_graph };
+        let loss = run(model, rows, past.as_deref_mut(), weights, plan.z_loss, &mut gradients);
+        handed_over.extend(past);
         if let Some(before) = before {
             micro_batches.push((weight, gradients.square_sums_since(before)));
         }
@@ -195,18 +203,25 @@ pub fn forward_backward<B: OpBackend>(
         });
     }
     let terms = terms.expect("a batch has at least one row");
-    Some(BatchGradients { gradients, terms, micro_batches })
+    let carried = streams.map(|_| Carried::joined(handed_over));
+    Some(BatchGradients { gradients, terms, micro_batches, carried })
 }
 
-/// Runs one micro-batch in one graph: returns its loss and adds its gradients to `gradients`.
+/// Runs one micro-batch in one graph: returns its loss and adds its gradients to `gradients`. Rows of streams go on from
+/// `carried`, which becomes what they hand over.
 fn one_graph<B: OpBackend>(
     model: &LanguageModel<Autodiff<B>>,
     rows: MicroBatch<Autodiff<B>>,
+    carried: Option<&mut [Tensor<Autodiff<B>, 2>]>,
     weights: Tensor<Autodiff<B>, 2>,
     z_loss: f32,
     gradients: &mut Gradients<B>,
 ) -> Loss<Autodiff<B>> {
-    let loss = model.loss(rows.inputs, rows.targets, weights, rows.document_starts, z_loss);
+    let MicroBatch { inputs, targets, document_starts: documents } = rows;
+    let loss = match carried {
+        Some(carried) => model.loss_from(inputs, targets, weights, documents, z_loss, carried),
+        None => model.loss(inputs, targets, weights, documents, z_loss),
+    };
     gradients.add_backward(model, loss.total.clone());
     loss
 }
@@ -259,7 +274,7 @@ mod tests {
     fn pass_with(plan: AccumulationPlan, stop: &StopFlag) -> Option<BatchGradients<TestBackend>> {
         let batch = batch();
         let device = Default::default();
-        forward_backward(&tiny_model(0), &batch, weight_sum(&batch), plan, stop, &device)
+        forward_backward(&tiny_model(0), &batch, None, weight_sum(&batch), plan, stop, &device)
     }
 
     fn run(micro_batch: usize) -> BatchScalars {
@@ -279,6 +294,70 @@ mod tests {
         let mut guard = StepGuard::new(&SkipConfig::default(), GuardState::default());
         let skip = guard.judge(loss, grad_norm, 1.0);
         assert!(matches!(skip, Some(SkipReason::GradNormNotFinite(_))), "{skip:?}");
+    }
+
+    /// A batch's rows in two parts, the second of which goes on from the first: the loss is that of the whole rows, and
+    /// their second halves' gradients without those through the first.
+    #[test]
+    fn rows_that_go_on_have_the_losses_of_longer_rows() {
+        let keys = "layers = 2\ntoken_shift = true\nshort_conv = true";
+        let table = format!("{keys}\nwidth = 16\nheads = 2\nattention = {{ kind = \"kda\" }}");
+        let model = crate::testing::model_of(&toml::from_str(&table).unwrap());
+        let (device, never) = (Default::default(), StopFlag::new());
+        for document_mask in [true, false] {
+            let mut whole = batch();
+            whole.document_starts = whole.document_starts.filter(|_| document_mask);
+            let sum = weight_sum(&whole);
+            let run = |batch: &Batch, carried: Option<&Carried<TestBackend>>, plan| {
+                forward_backward(&model, batch, carried, sum, plan, &never, &device).unwrap()
+            };
+            let want = run(&whole, None, PLAN).scalars().loss;
+            let halves = whole.clone().cut(8);
+            let half = |side: usize, goes_on: bool| {
+                let rows: Vec<Batch> =
+                    (0..4).map(|row| halves.part(2 * row + side..2 * row + side + 1)).collect();
+                let all = |of: fn(&Batch) -> Vec<i32>| rows.iter().flat_map(of).collect();
+                Batch {
+                    rows: 4,
+                    seq_len: 8,
+                    inputs: all(|row| row.inputs.clone()),
+                    targets: all(|row| row.targets.clone()),
+                    loss_weights: rows.iter().flat_map(|row| row.loss_weights.clone()).collect(),
+                    document_starts: document_mask
+                        .then(|| all(|row| row.document_starts.clone().unwrap())),
+                    goes_on: Some(vec![goes_on; 4]),
+                }
+            };
+            for (micro_batch, recompute) in [(4, false), (1, false), (2, true)] {
+                let plan = AccumulationPlan { micro_batch, recompute, ..PLAN };
+                let nothing = Carried::nothing(&model, 4, &device);
+                let first = run(&half(0, false), Some(&nothing), plan);
+                let carried = first.carried.clone();
+                let second = run(&half(1, true), carried.as_ref(), plan);
+                let got = first.scalars().loss + second.scalars().loss;
+                assert!((got - want).abs() < 1e-5, "{plan:?}: {got} for {want}");
+                let alone = run(&half(1, false), carried.as_ref(), plan).scalars().loss;
+                let gain = (second.scalars().loss - alone).abs();
+                assert!(gain > 1e-4, "the second halves do not read the first: {gain}");
+            }
+        }
+    }
+
+    /// What is not finite does not reach rows that begin.
+    #[test]
+    fn rows_without_a_past_go_on_from_0() {
+        let table = "layers = 1\nwidth = 16\nheads = 2\nattention = { kind = \"kda\" }";
+        let model = crate::testing::model_of(&toml::from_str(table).unwrap());
+        let nan = model.nothing_carried(3, &Default::default()).into_iter().map(|x| x + f32::NAN);
+        let carried = Carried::<TestBackend>::joined(vec![nan.collect()]);
+        let values = |goes_on: &[bool]| -> Vec<bool> {
+            let part = carried.of_rows(1..3, goes_on).swap_remove(0).into_data();
+            let elements = part.shape[1];
+            let nan = part.iter::<f32>().map(f32::is_nan).collect::<Vec<_>>();
+            nan.chunks(elements).map(|row| row.iter().all(|nan| *nan)).collect()
+        };
+        assert_eq!(values(&[true, false, true]), [false, true]);
+        assert_eq!(values(&[false, true, false]), [true, false]);
     }
 
     #[test]
@@ -325,7 +404,8 @@ mod tests {
                 assert_eq!(weight_sum(&alone), norm.weight);
                 let plan = AccumulationPlan { measure_noise: false, ..plan };
                 let (model, device, sum) = (tiny_model(0), Default::default(), weight_sum(&whole));
-                let pass = forward_backward(&model, &alone, sum, plan, &StopFlag::new(), &device);
+                let pass =
+                    forward_backward(&model, &alone, None, sum, plan, &StopFlag::new(), &device);
                 let expected = f64::from(pass.unwrap().scalars().grad_norm).powi(2);
                 assert!((norm.square / expected - 1.0).abs() < 1e-4, "{norm:?}, {expected}");
             }

@@ -5,6 +5,7 @@
 //! [`checkpoint::Checkpoint`] opens the result; [`sweep`] does many runs.
 
 pub mod bench;
+pub mod carried;
 pub mod checkpoint;
 pub mod config;
 pub mod console;

@@ -2,12 +2,13 @@
 
 use std::fmt::{self, Display};
 
+use longwall_data::Rows;
 use longwall_kernels::attention::Kernel;
 use longwall_kernels::device::DeviceKind;
 use longwall_kernels::ops::cross_entropy::cuda_workspace_bytes;
 use longwall_model::Precision;
 use longwall_model::activations::BlockActivations;
-use longwall_model::cost::Parameters;
+use longwall_model::cost::{Parameters, state_elements as state_elements_of_row};
 use serde::Serialize;
 
 use crate::config::RunConfig;
@@ -15,8 +16,8 @@ use crate::optimiser::Rule;
 use crate::timeline::{OpenStage, Stage};
 
 /// Bytes of the device that training needs at least: weights, their gradients and the optimiser's state in
-/// f32, and of the activations the input of each block for one micro-batch of `[rows, seq_len]` tokens, in the type of
-/// `precision`. On the CPU also a step's inputs, targets and loss weights, and the copy of weights and state that a
+/// f32, what rows of streams hand over, and of the activations the input of each block for one micro-batch of
+/// `[rows, seq_len]` tokens, in the type of `precision`. On the CPU also a step's inputs, targets and loss weights, and the copy of weights and state that a
 /// checkpoint is written from.
 pub fn least_for_training(
     config: &RunConfig,
@@ -35,7 +36,8 @@ pub fn least_for_training(
         DeviceKind::Cpu => weights + state + 12 * u128::from(most_batch_tokens(config)),
         DeviceKind::Cuda => 0,
     };
-    2 * weights + state + inputs + on_host
+    let stage = config.base_stage();
+    2 * weights + state + inputs + on_host + carried_bytes(config, stage.rows()) as u128
 }
 
 /// The most tokens of a step.
@@ -68,10 +70,12 @@ pub struct Estimate {
     pub loss: f64,
     /// The largest gradients of activations.
     pub temporary: f64,
+    /// With rows of streams, what a step's rows go on from and what they hand over, in f32.
+    pub carried: f64,
 }
 
 impl Estimate {
-    /// For the micro-batches of a stage in `precision`.
+    /// For the micro-batches of a stage, or of a rank's part of it, in `precision`.
     pub fn of(
         config: &RunConfig,
         vocab_size: usize,
@@ -115,6 +119,7 @@ impl Estimate {
             attention: tokens * (attention + largest[1]),
             loss: cuda_workspace_bytes(rows, model.padded_vocab(vocab_size), model.width, dtype),
             temporary: tokens * gradients,
+            carried: carried_bytes(config, open.stage.rows()),
         }
     }
 
@@ -132,10 +137,11 @@ impl Estimate {
 
     /// Bytes in all.
     pub fn total(&self) -> u64 {
-        let Estimate { weights, gradients, optimiser, activations, attention, loss, temporary } =
-            *self;
+        let Estimate { weights, gradients, optimiser, activations, attention, .. } = *self;
+        let Estimate { loss, temporary, carried, .. } = *self;
         // Saturates.
-        (weights + gradients + optimiser + activations + attention + loss + temporary) as u64
+        (weights + gradients + optimiser + activations + attention + loss + temporary + carried)
+            as u64
     }
 
     /// Whether it fits into `available` bytes, with a margin.
@@ -150,7 +156,7 @@ impl Display for Estimate {
         write!(
             f,
             "{:.1} GB (weights {:.1}, gradients {:.1}, optimiser {:.1}, activations {:.1}, attention {:.1}, \
-             loss {:.1}, temporary {:.1})",
+             loss {:.1}, temporary {:.1}",
             gb(self.total() as f64),
             gb(self.weights),
             gb(self.gradients),
@@ -159,7 +165,11 @@ impl Display for Estimate {
             gb(self.attention),
             gb(self.loss),
             gb(self.temporary),
-        )
+        )?;
+        if self.carried > 0.0 {
+            write!(f, ", carried {:.1}", gb(self.carried))?;
+        }
+        f.write_str(")")
     }
 }
 
@@ -181,6 +191,17 @@ pub fn largest_micro_batch(
         available.is_none_or(|available| estimate().fits(available))
     };
     stage.micro_batches(GPU_MICRO_BATCH_TOKENS).find(fits)
+}
+
+/// Bytes of what `rows` rows of streams go on from, and of what they hand over; 0 for other rows.
+fn carried_bytes(config: &RunConfig, rows: usize) -> f64 {
+    match config.data.rows {
+        Rows::Streams => {
+            let elements = state_elements_of_row(&config.model, config.data.seq_len);
+            2.0 * 4.0 * rows as f64 * elements as f64
+        }
+        _ => 0.0,
+    }
 }
 
 /// Elements of the optimiser's state, and of the weights' average.

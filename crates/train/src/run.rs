@@ -183,8 +183,9 @@ fn steps<B: OpBackend>(
         let (recompute, z_loss) = (run.config.train.recompute, run.config.train.z_loss as f32);
         let plan = AccumulationPlan { micro_batch, recompute, z_loss, measure_noise };
         let (within, device) = (&within_step, &run.device);
-        let Some(mut pass) = forward_backward(&run.model, &batch, weights, plan, within, device)
-        else {
+        let carried = run.carried.as_ref();
+        let pass = forward_backward(&run.model, &batch, carried, weights, plan, within, device);
+        let Some(mut pass) = pass else {
             // Asked to stop: a resume repeats this step from its beginning.
             break;
         };
@@ -195,12 +196,14 @@ fn steps<B: OpBackend>(
         let BatchScalars { loss, grad_norm, .. } = scalars;
 
         // Clip and update, unless the step is skipped.
+        let carried = pass.carried.take();
         let lr = run.schedule.lr(step);
         let skip = run.guard.judge(loss, grad_norm, weights);
         if skip.is_none() {
             run.record_noise(&pass, grad_norm)?;
             run = run.update(pass.gradients, lr, clip_factor(clip, grad_norm))?;
         }
+        run.carry(carried, skip);
         run.progress.step += 1;
         run.progress.loss = skip.is_none().then_some(loss);
 

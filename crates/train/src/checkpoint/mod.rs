@@ -1,7 +1,7 @@
 //! Checkpoints: written atomically, kept by age and by validation loss, and opened to resume.
 //!
 //! `checkpoints/step-N/` holds `weights.safetensors`, `optimizer.safetensors`, with `train.ema` also
-//! `ema.safetensors`, `config.toml`, `state.json` and the checksums of all of them, which are verified when a file is read; `checkpoints/best.json` names the
+//! `ema.safetensors`, with rows of streams `carried.safetensors`, `config.toml`, `state.json` and the checksums of all of them, which are verified when a file is read; `checkpoints/best.json` names the
 //! step with the lowest validation loss.
 
 mod checksums;
@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 use checksums::Checksums;
 pub use error::CheckpointError;
 pub use folder::{Best, CheckpointFolder};
+use longwall_data::Rows;
 use longwall_model::config::Window;
 use longwall_model::weights::parameter_shapes;
 pub use selectors::{CheckpointSelector, WeightsSelector};
@@ -163,6 +164,17 @@ impl Checkpoint {
         match self.config.train.ema.0 {
             Some(_) => self.sound(EMA_FILE).map(Some),
             None => Ok(None),
+        }
+    }
+
+    /// The file with what the rows of the last step hand over, if they are rows of streams.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::weights`].
+    pub fn carried(&self) -> Result<Option<PathBuf>, CheckpointError> {
+        match self.config.data.rows {
+            Rows::Streams => self.sound(CARRIED_FILE).map(Some),
+            _ => Ok(None),
         }
     }
 
@@ -333,6 +345,9 @@ const OPTIMIZER_FILE: &str = "optimizer.safetensors";
 
 /// The moving average of the weights, under their names.
 const EMA_FILE: &str = "ema.safetensors";
+
+/// What the rows of the last step hand over to the next ones.
+const CARRIED_FILE: &str = "carried.safetensors";
 
 /// Writes the text files of a checkpoint; the state goes last.
 ///

@@ -8,7 +8,8 @@ use std::time::Duration;
 use longwall_model::weights::{NamedTensors, WeightsError, write_tensors};
 
 use super::{
-    CheckpointError, CheckpointFolder, EMA_FILE, OPTIMIZER_FILE, State, WEIGHTS_FILE, write_texts,
+    CARRIED_FILE, CheckpointError, CheckpointFolder, EMA_FILE, OPTIMIZER_FILE, State, WEIGHTS_FILE,
+    write_texts,
 };
 use crate::config::RunConfig;
 
@@ -20,6 +21,8 @@ pub(crate) struct Snapshot {
     pub optimizer: NamedTensors,
     /// The moving average of the weights, if the run keeps one.
     pub ema: Option<NamedTensors>,
+    /// What the rows of the last step hand over, if they are rows of streams.
+    pub carried: Option<NamedTensors>,
     /// The resolved configuration.
     pub config: RunConfig,
     /// Where the run stands.
@@ -29,12 +32,15 @@ pub(crate) struct Snapshot {
 impl Snapshot {
     /// Writes the checkpoint, marks it if it is the best, and removes old ones.
     fn write(self, folder: &CheckpointFolder) -> Result<PathBuf, CheckpointError> {
-        let Snapshot { weights, optimizer, ema, config, state } = self;
+        let Snapshot { weights, optimizer, ema, carried, config, state } = self;
         let path = folder.write(state.step, |path| {
             write_tensors(&path.join(WEIGHTS_FILE), &weights).map_err(write_error)?;
             write_tensors(&path.join(OPTIMIZER_FILE), &optimizer).map_err(write_error)?;
             if let Some(ema) = &ema {
                 write_tensors(&path.join(EMA_FILE), ema).map_err(write_error)?;
+            }
+            if let Some(carried) = &carried {
+                write_tensors(&path.join(CARRIED_FILE), carried).map_err(write_error)?;
             }
             write_texts(path, &config, &state)
         })?;

@@ -14,7 +14,9 @@ mod train;
 use std::path::Path;
 
 use longwall_config::Problems;
-use longwall_data::{DataConfig, TokenizerConfig};
+use longwall_data::{DataConfig, Rows, TokenizerConfig};
+use longwall_kernels::attention::AttentionConfig;
+use longwall_model::config::Positions;
 use longwall_model::cost::train_flops_per_token;
 use longwall_model::{ModelConfig, Precision};
 use serde::de::DeserializeOwned;
@@ -187,6 +189,7 @@ impl RunConfig {
         }
         self.train.validate(self.data.seq_len, problems);
         self.validate_cut_rows(problems);
+        self.validate_streams(model.as_slice().is_empty(), problems);
         let evals: Vec<&Table> = self.eval.iter().collect();
         validate_evals("eval", &evals, problems);
         if self.train.ema.0.is_none() {
@@ -209,6 +212,50 @@ impl RunConfig {
                 "remove seq_len from the stages, or train on text alone",
             );
         }
+    }
+
+    /// Records what rows of streams do not allow: layers without a state, and batches of several shapes. The model's
+    /// layers are checked if it is `valid`.
+    fn validate_streams(&self, valid: bool, problems: &mut Problems) {
+        if self.data.rows != Rows::Streams {
+            return;
+        }
+        let remedy = "set data.rows = \"packed\"";
+        let kinds = if valid { self.model.layers_by_kind() } else { vec![] };
+        for kind in kinds.iter().filter(|kind| !kind.attention.carries_state()) {
+            let defaults = AttentionConfig::defaults();
+            let carrying = defaults.iter().filter(|kind| kind.carries_state());
+            let carrying: Vec<_> = carrying.map(AttentionConfig::kind).collect();
+            let layers: Vec<String> = kind.layers.iter().map(usize::to_string).collect();
+            let (all, layers) =
+                (if layers.len() == 1 { "layer" } else { "layers" }, layers.join(", "));
+            problems.check(
+                false,
+                "data.rows",
+                format!("\"streams\" with kind = \"{}\" in {all} {layers}", kind.attention.kind()),
+                format!(
+                    "kinds whose past is a state, without rotated keys: {}",
+                    carrying.join(", ")
+                ),
+                format!("{remedy}, or give the {all} such a kind"),
+            );
+        }
+        problems.check(
+            self.model.positions != Positions::Learned,
+            "data.rows",
+            "\"streams\" with model.positions = \"learned\"",
+            "no learned positions: a document may be longer than a row",
+            format!("{remedy}, or model.positions = \"none\""),
+        );
+        let shape = |stage: &Stage| (stage.batch_tokens, stage.seq_len);
+        let (base, timeline) = (shape(&self.base_stage()), self.timeline());
+        problems.check(
+            timeline.stages().iter().all(|stage| shape(stage) == base),
+            "train.stages",
+            "batches of another shape with data.rows = \"streams\"",
+            "train.batch_tokens and data.seq_len in all steps: each row of a batch is one stream",
+            format!("remove batch_tokens and seq_len from the stages, or {remedy}"),
+        );
     }
 
     /// The stages of the run.

@@ -505,3 +505,30 @@ fn a_stages_window_is_that_of_layers_without_their_own() {
       hint: leave train.stages.1.window out, or remove window from the tables of the layers that it is for
     ");
 }
+
+#[test]
+fn streams_ask_for_states_and_for_batches_of_one_shape() {
+    let hybrid = [
+        "data.rows=\"streams\"",
+        "model.attention={ kind = \"linear\", rope = true }",
+        "model.positions=\"learned\"",
+        "train.stages=[{ from = 0.5, batch_tokens = 8192 }]",
+    ];
+    insta::assert_snapshot!(error(&hybrid), @r#"
+    configs/small.toml: the configuration has 3 problems:
+    data.rows is "streams" with kind = "linear" in layers 0, 1; allowed: kinds whose past is a state, without rotated keys: linear, rwkv7, gated_delta_net, kda, mamba2
+      hint: set data.rows = "packed", or give the layers such a kind
+    data.rows is "streams" with model.positions = "learned"; allowed: no learned positions: a document may be longer than a row
+      hint: set data.rows = "packed", or model.positions = "none"
+    train.stages is batches of another shape with data.rows = "streams"; allowed: train.batch_tokens and data.seq_len in all steps: each row of a batch is one stream
+      hint: remove batch_tokens and seq_len from the stages, or set data.rows = "packed"
+    "#);
+    let softmax = ["data.rows=\"streams\"", "model.layers=1"];
+    insta::assert_snapshot!(error(&softmax), @r#"
+    configs/small.toml: the configuration has 1 problem:
+    data.rows is "streams" with kind = "rope" in layer 0; allowed: kinds whose past is a state, without rotated keys: linear, rwkv7, gated_delta_net, kda, mamba2
+      hint: set data.rows = "packed", or give the layer such a kind
+    "#);
+    let states = ["data.rows=\"streams\"", "model.attention={ kind = \"kda\" }"];
+    assert_eq!(crate::testing::config(&states).data.rows, longwall_data::Rows::Streams);
+}

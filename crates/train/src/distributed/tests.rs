@@ -272,6 +272,34 @@ fn a_resume_on_as_many_ranks_equals_an_unbroken_run_to_the_bit() {
     assert_eq!(weights(&dir), weights(&unbroken));
 }
 
+/// Each rank goes on from its own rows' part of what a run on another number of ranks has left.
+#[test]
+fn streams_go_on_over_any_number_of_ranks() {
+    let sandbox = Sandbox::new();
+    let kind = "model.attention={ kind = \"gated_delta_net\" }";
+    let sets = ["data.rows=\"streams\"", kind, "train.ema=0.9"];
+    let unbroken = run(1, &config(&sandbox, "unbroken", &sets), RunStart::New).run_dir;
+    let broken = config(&sandbox, "broken", &sets);
+    let mut start = RunStart::New;
+    for (size, stop) in [(2, Some((1, 3))), (3, Some((0, 6))), (1, Some((0, 8))), (3, None)] {
+        let outcomes = run_until(size, &broken, start, Precision::F32, stop);
+        let outcome = outcomes.into_iter().next().unwrap().unwrap();
+        start = RunStart::Resume(outcome.run_dir);
+    }
+    let RunStart::Resume(broken) = start else { unreachable!("it was run") };
+    assert_near(&steps(&broken), &steps(&unbroken), 1e-3, "broken");
+    assert_near_files(&broken, &unbroken);
+    let carried = |dir: &Path| {
+        let checkpoint = Checkpoint::open(dir, CheckpointSelector::Latest).unwrap();
+        read_tensors(&checkpoint.carried().unwrap().unwrap()).unwrap().remove("blocks.0.carried")
+    };
+    let ((shape, one), (other_shape, other)) =
+        (carried(&broken).unwrap(), carried(&unbroken).unwrap());
+    assert_eq!((shape[0], &shape), (6, &other_shape));
+    let largest = one.iter().fold(0.0f32, |a, x| a.max(x.abs()));
+    assert!(one.iter().zip(&other).all(|(a, b)| (a - b).abs() < 0.02 * largest));
+}
+
 #[test]
 fn rows_that_do_not_divide_are_refused_with_a_remedy() {
     let sandbox = Sandbox::new();

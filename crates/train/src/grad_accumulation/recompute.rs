@@ -13,7 +13,8 @@ use longwall_model::LanguageModel;
 use super::MicroBatch;
 use crate::gradients::{Gradients, Graph};
 
-/// Runs one micro-batch: returns its loss and adds its gradients to `gradients`.
+/// Runs one micro-batch: returns its loss and adds its gradients to `gradients`. Rows of streams go on from `carried`,
+/// which becomes what they hand over.
 ///
 /// The embedding, each block, and the layers after the blocks each have their own graph; the gradient
 /// of a part's output comes from the part after it. Losses and gradients equal those of one graph, bit
@@ -21,12 +22,15 @@ use crate::gradients::{Gradients, Graph};
 pub(super) fn block_by_block<B: OpBackend>(
     model: &LanguageModel<Autodiff<B>>,
     rows: MicroBatch<Autodiff<B>>,
+    carried: Option<&mut [Tensor<Autodiff<B>, 2>]>,
     weights: Tensor<Autodiff<B>, 2>,
     z_loss: f32,
     gradients: &mut Gradients<B>,
 ) -> Loss<Autodiff<B>> {
     let MicroBatch { inputs: tokens, targets, document_starts: documents } = rows;
-    let BlockInputs { mut blocks, output, first_values } = block_inputs(model, &tokens, &documents);
+    let past = carried.as_deref().map(<[_]>::to_vec);
+    let BlockInputs { mut blocks, output, first_values } =
+        block_inputs(model, &tokens, &documents, carried);
 
     // The layers after the blocks.
     let x = Tensor::from_inner(output).require_grad();
@@ -44,7 +48,13 @@ pub(super) fn block_by_block<B: OpBackend>(
         let values_leaf = (at > 0).then(|| first_values.clone()).flatten();
         let values_leaf = values_leaf.map(|values| Tensor::from_inner(values).require_grad());
         let mut values = values_leaf.clone();
-        let y = block.forward(x.clone(), documents.clone(), &mut values);
+        let y = match &past {
+            Some(past) => {
+                let mut past = past[at].clone();
+                block.forward_from(x.clone(), documents.clone(), &mut past, &mut values)
+            }
+            None => block.forward(x.clone(), documents.clone(), &mut values),
+        };
         let mut root = vjp(y, dy);
         if let (0, Some(values)) = (at, values) {
             let learned = model.blocks.iter().any(|block| block.attention.value_mix.is_some());
@@ -72,19 +82,28 @@ struct BlockInputs<B: OpBackend> {
     first_values: Option<Tensor<B, 3>>,
 }
 
-/// The forward pass without a graph, up to the last block's output.
+/// The forward pass without a graph, up to the last block's output; `carried` as in [`block_by_block`].
 fn block_inputs<B: OpBackend>(
     model: &LanguageModel<Autodiff<B>>,
     tokens: &Tensor<Autodiff<B>, 2, burn::tensor::Int>,
     documents: &DocumentStarts<Autodiff<B>>,
+    mut carried: Option<&mut [Tensor<Autodiff<B>, 2>]>,
 ) -> BlockInputs<B> {
     let model = model.valid();
     let documents = documents.clone().map(Tensor::inner);
     let mut x = model.embedded(tokens.clone().inner(), documents.clone());
     let (mut blocks, mut first_values) = (Vec::new(), None);
-    for block in &model.blocks {
+    for (at, block) in model.blocks.iter().enumerate() {
         blocks.push(x.clone());
-        x = block.forward(x, documents.clone(), &mut first_values);
+        x = match &mut carried {
+            Some(carried) => {
+                let mut past = carried[at].clone().inner();
+                let y = block.forward_from(x, documents.clone(), &mut past, &mut first_values);
+                carried[at] = Tensor::from_inner(past);
+                y
+            }
+            None => block.forward(x, documents.clone(), &mut first_values),
+        };
     }
     BlockInputs { blocks, output: x, first_values }
 }
@@ -199,7 +218,8 @@ mod tests {
         let device = Default::default();
         let (weights, never) = (weight_sum(&batch), StopFlag::new());
         let pass =
-            forward_backward::<TestBackend>(model, &batch, weights, plan, &never, &device).unwrap();
+            forward_backward::<TestBackend>(model, &batch, None, weights, plan, &never, &device)
+                .unwrap();
         let bits = |x: &burn::tensor::ops::FloatTensor<TestBackend>| {
             let flat = TestBackend::float_reshape(x.clone(), [x.shape().num_elements()].into());
             let data = tensor::<TestBackend, 1>(flat).into_data();

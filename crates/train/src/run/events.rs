@@ -8,6 +8,7 @@ use longwall_kernels::device::Allocation;
 use longwall_model::LanguageModel;
 
 use super::setup::Run;
+use crate::carried::Carried;
 use crate::checkpoint::{Best, Snapshot, StageMicroBatch, State, WeightsSelector, about_to_write};
 use crate::config::{Every, eval_weights};
 use crate::console::Console;
@@ -34,6 +35,15 @@ impl<B: OpBackend> Run<'_, B> {
             }),
             _ => Ok(()),
         }
+    }
+
+    /// Keeps what a step's rows hand over to the next one's. After a skipped step, which may have left numbers that are not
+    /// finite, rows go on from nothing.
+    pub fn carry(&mut self, carried: Option<Carried<B>>, skip: Option<SkipReason>) {
+        self.carried = match skip {
+            None => carried,
+            Some(_) => carried.map(|carried| carried.emptied()),
+        };
     }
 
     /// Updates the weights and their average, of all ranks, and records the update's norms when they are due.
@@ -234,13 +244,17 @@ impl<B: OpBackend> Run<'_, B> {
             return Ok(());
         }
         let saved = self.optimiser.saved(&self.model.valid(), self.collective)?;
+        let carried = match &self.carried {
+            Some(carried) => carried.of_ranks(self.collective)?,
+            None => None,
+        };
         self.progress.saved = Some(step);
         // Rank 0 writes what all ranks have.
         let Some(Saved { weights, optimizer, ema }) = saved else { return Ok(()) };
         // Also while the checkpoint before is written.
         let _write = about_to_write();
         let (config, state) = (self.config.clone(), self.state()?);
-        let snapshot = Snapshot { weights, optimizer, ema, config, state };
+        let snapshot = Snapshot { weights, optimizer, ema, carried, config, state };
         let before = self.checkpoints.start(snapshot)?;
         note_checkpoint(before, console);
         Ok(())

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use burn::backend::Autodiff;
 use burn::module::{AutodiffModule, Module};
-use longwall_data::{Loader, Split, Tokenizer, verify_shards};
+use longwall_data::{Loader, Rows, Split, Tokenizer, verify_shards};
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::DeviceKind;
 use longwall_model::cost::Parameters;
@@ -15,6 +15,7 @@ use super::model::{OpenModel, open_model};
 use super::opened::opened;
 use super::recorder::{Recorder, RecorderStart};
 use super::{RunStart, Source, TrainOptions};
+use crate::carried::Carried;
 use crate::checkpoint::{
     Best, Checkpoint, CheckpointFolder, CheckpointSelector, CheckpointWriter, State,
     TokenizerIdentity,
@@ -56,6 +57,8 @@ pub(super) struct Run<'a, B: OpBackend> {
     pub sampler: Option<Sampler>,
     pub model: LanguageModel<Autodiff<B>>,
     pub optimiser: Optimiser<B>,
+    /// What this rank's rows of the last step hand over, with rows of streams.
+    pub carried: Option<Carried<B>>,
     pub guard: StepGuard,
     pub schedule: Schedule,
     pub recorder: Recorder,
@@ -115,6 +118,7 @@ pub(super) fn open<'a, B: OpBackend>(
     let start = (checkpoint, source);
     let OpenModel { model, optimiser, origin } =
         open_model::<B>(config, &data.tokenizer, start, options.precision, world, device)?;
+    let carried = open_carried(&data.loader, checkpoint, &stages, &model, world, device)?;
     let sampler = open_sampler(config, &data.tokenizer, model.max_len())?;
     if !config.train.evaluate.is_empty() {
         // As with the data, rank 0 writes what the others read.
@@ -172,6 +176,7 @@ pub(super) fn open<'a, B: OpBackend>(
         sampler,
         model,
         optimiser,
+        carried,
         guard: StepGuard::new(&config.train.skip, guard),
         schedule: config.train.lr_schedule(&timeline),
         recorder,
@@ -294,7 +299,9 @@ fn estimated_memory(
 ) -> Result<String, String> {
     let ranks = world.size;
     let estimate = |open: &OpenStage| {
-        Estimate::of(config, vocab_size, *open, precision).on_ranks(ranks, precision)
+        let part = open.stage.of_rank(world).expect("the rows were divided over the ranks");
+        let part = part.open(open.micro_batch);
+        Estimate::of(config, vocab_size, part, precision).on_ranks(ranks, precision)
     };
     let estimates = stages.iter().map(|open| (open, estimate(open)));
     let largest = estimates.max_by_key(|(_, estimate)| estimate.total());
@@ -355,6 +362,28 @@ fn open_data(
         false => None,
     };
     Ok(Data { tokenizer, loader, validator })
+}
+
+/// What this rank's rows of the next step go on from, if they are rows of streams: those of a valid configuration are as
+/// many in all stages.
+fn open_carried<B: OpBackend>(
+    loader: &Loader,
+    checkpoint: Option<&Checkpoint>,
+    stages: &[OpenStage],
+    model: &LanguageModel<Autodiff<B>>,
+    world: World,
+    device: &B::Device,
+) -> Result<Option<Carried<B>>, TrainError> {
+    if loader.rows() != Rows::Streams {
+        return Ok(None);
+    }
+    let rows = stages[0].stage.rows();
+    loader.check_streams(rows)?;
+    let path = checkpoint.map(Checkpoint::carried).transpose()?.flatten();
+    Ok(Some(match path {
+        Some(path) => Carried::load(&path, model, rows, world, device)?,
+        None => Carried::nothing(model, world.part(rows).len(), device),
+    }))
 }
 
 /// Warns of stages with rows that are shorter than generated examples: those lose their ends, where often all their
@@ -470,7 +499,7 @@ fn open_stages<B: OpBackend>(
         let chosen =
             || default_micro_batch::<B>(config, part, vocab_size, precision, ranks, available);
         let micro_batch = kept.or_else(chosen).ok_or_else(|| TrainError::NoMicroBatchFits {
-            estimate: Estimate::of(config, vocab_size, stage.open(1), precision)
+            estimate: Estimate::of(config, vocab_size, part.open(1), precision)
                 .on_ranks(ranks, precision),
             available: available.unwrap_or_default(),
         })?;

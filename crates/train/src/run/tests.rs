@@ -3,6 +3,7 @@ mod from;
 mod layers;
 mod options;
 mod stages;
+mod streams;
 
 use std::fs;
 
