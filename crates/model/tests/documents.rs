@@ -23,7 +23,7 @@ const TOKENS: [i32; 12] = [1, 5, 3, 9, 9, 0, 2, 8, 3, 3, 7, 6];
 fn rows_that_continue_one_another_have_the_losses_of_one_row() {
     let (mut targets, mut carrying) = (TOKENS, 0);
     targets.rotate_left(1);
-    for config in configs_and_kinds().into_iter().filter(carries) {
+    for config in configs_and_kinds().filter(carries) {
         carrying += 1;
         let device = Default::default();
         let model = LanguageModel::<Flex>::new(&config, VOCAB, 12, 3, &device);
@@ -52,7 +52,7 @@ fn rows_that_continue_one_another_have_the_losses_of_one_row() {
             }
         }
     }
-    assert!(carrying > 10, "{carrying} configurations carry a state");
+    assert!(carrying >= 10, "{carrying} configurations carry a state");
 }
 
 /// In a row that packs two documents, each has the losses that it has alone.
