@@ -4,11 +4,12 @@
 use std::time::Instant;
 
 use burn::module::Module;
-use longwall_data::Batch;
+use longwall_data::{Batch, Rows};
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::{Allocation, DeviceKind};
 use longwall_model::{LanguageModel, Precision};
 
+use crate::carried::Carried;
 use crate::config::RunConfig;
 use crate::grad_accumulation::{AccumulationPlan, BatchScalars, forward_backward, weight_sum};
 use crate::gradients::clip_factor;
@@ -59,7 +60,11 @@ pub fn run<B: OpBackend>(
     let mut model = optimiser.round(model, precision);
     let (timeline, stage) = (config.timeline(), config.base_stage());
     let rows = stage.rows();
-    let batch = random_batch(rows, seq_len, vocab_size, seed, config.data.document_mask);
+    let mut batch = random_batch(rows, seq_len, vocab_size, seed, config.data.document_mask);
+    // Each step goes on from the one before.
+    let streams = config.data.rows == Rows::Streams;
+    batch.goes_on = streams.then(|| vec![true; rows]);
+    let mut carried = streams.then(|| Carried::nothing(&model, rows, device));
     let weights = weight_sum(&batch);
     let plan = AccumulationPlan {
         // If nothing fits by the estimate, the benchmark tries the smallest.
@@ -88,8 +93,10 @@ pub fn run<B: OpBackend>(
     };
     for step in 0..steps {
         let started = Instant::now();
-        let pass = forward_backward(&model, &batch, None, weights, plan, &never, device)
+        let past = carried.as_ref();
+        let pass = forward_backward(&model, &batch, past, weights, plan, &never, device)
             .expect("nobody asks to stop");
+        carried.clone_from(&pass.carried);
         let BatchScalars { loss, grad_norm, .. } = pass.scalars();
         let lr = schedule.lr(step.min(timeline.total_steps() - 1));
         let grad_scale = clip_factor(train.clip.0, grad_norm);
@@ -149,6 +156,20 @@ mod tests {
         assert!((first - 257f32.ln()).abs() < 0.5, "{first}");
         assert!(last < first - 0.1, "{first} became {last}");
         assert!(bench.steps.iter().all(|step| step.seconds > 0.0));
+    }
+
+    #[test]
+    fn rows_of_streams_go_on_from_step_to_step() {
+        let config = config(&[
+            "data.seq_len=16",
+            "data.rows=\"streams\"",
+            "model.attention={ kind = \"kda\" }",
+            "train.batch_tokens=32",
+            "train.lr=1e-30",
+        ]);
+        let device = Default::default();
+        let bench = run::<TestBackend>(&config, 257, Precision::F32, &device, 2, &mut |_| {});
+        assert_ne!(bench.steps[0].loss, bench.steps[1].loss, "only what is carried has changed");
     }
 
     #[test]

@@ -39,25 +39,27 @@ impl<B: OpBackend> Carried<B> {
         goes_on: &[bool],
     ) -> Vec<Tensor<Autodiff<B>, 2>> {
         let begins: Vec<bool> = goes_on[rows.clone()].iter().map(|goes_on| !goes_on).collect();
+        let begins = TensorData::new(begins, [rows.len(), 1]);
+        let begins = Tensor::<B, 2, Bool>::from_data(begins, &self.blocks[0].device());
         let of_block = |block: &Tensor<B, 2>| {
             let part = block.clone().narrow(0, rows.start, rows.len());
-            let begins = TensorData::new(begins.clone(), [rows.len(), 1]);
-            let begins = Tensor::<B, 2, Bool>::from_data(begins, &part.device());
             // Not a product, which a NaN would survive.
-            let part = part.clone().mask_fill(begins.expand(part.dims()), 0.0);
-            Tensor::from_inner(part)
+            let begins = begins.clone().expand(part.dims());
+            Tensor::from_inner(part.mask_fill(begins, 0.0))
         };
         self.blocks.iter().map(of_block).collect()
     }
 
     /// What all rows hand over, from that of consecutive micro-batches, by block.
     pub(crate) fn joined(micro_batches: Vec<Vec<Tensor<Autodiff<B>, 2>>>) -> Self {
-        let blocks = micro_batches.first().map_or(0, Vec::len);
-        let of_block = |block: usize| {
-            let parts = micro_batches.iter().map(|parts| parts[block].clone().inner());
-            Tensor::cat(parts.collect(), 0)
+        let mut parts: Vec<_> = micro_batches.into_iter().map(Vec::into_iter).collect();
+        // Block by block: the parts of one are released before those of the next are joined.
+        let of_block = || {
+            let parts: Vec<_> = parts.iter_mut().filter_map(|parts| parts.next()).collect();
+            let parts = parts.into_iter().map(Tensor::inner).collect::<Vec<_>>();
+            (!parts.is_empty()).then(|| Tensor::cat(parts, 0))
         };
-        Carried { blocks: (0..blocks).map(of_block).collect() }
+        Carried { blocks: std::iter::from_fn(of_block).collect() }
     }
 
     /// The rows of all ranks by name, on rank 0, for a checkpoint. All ranks call this.
