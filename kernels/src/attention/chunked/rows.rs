@@ -1,0 +1,84 @@
+//! Tokens that go on from a state, as decoding needs them.
+
+use burn::tensor::{DType, Tensor};
+
+use super::diagonal::Corrections;
+use super::{Chunked, Update, diagonal};
+use crate::attention::dispatch::on_cuda;
+use crate::attention::recurrent::step::Token;
+use crate::backend::{OpBackend, tensor};
+use crate::ops::cuda::dims;
+
+/// What tokens bring to a row's state: q `[rows, group, tokens, head_dim]`, times the scale, k `[rows, tokens, head_dim]`
+/// and v `[rows, tokens, value_dim]` in bf16, log decays `[rows, tokens, 1 or head_dim]` and β, if any,
+/// `[rows, tokens, 1]` in f32.
+#[derive(Clone, Debug)]
+pub struct Rows<B: OpBackend> {
+    /// q
+    pub q: Tensor<B, 4>,
+    /// k
+    pub k: Tensor<B, 3>,
+    /// v
+    pub v: Tensor<B, 3>,
+    /// The log decays.
+    pub log_decay: Tensor<B, 3>,
+    /// β
+    pub beta: Option<Tensor<B, 3>>,
+}
+
+impl<B: OpBackend> Rows<B> {
+    /// y `[rows, group, tokens, value_dim]` in bf16, without gradients, and the state after the last token; `before`
+    /// is that before the first, 0 if there is none. States are `[rows, head_dim, value_dim]` in f32.
+    ///
+    /// # Panics
+    /// On other devices than CUDA; where the core does not serve the inputs.
+    pub fn extend(
+        self,
+        update: Update,
+        before: Option<Tensor<B, 3>>,
+    ) -> (Tensor<B, 4>, Tensor<B, 3>) {
+        match before {
+            Some(state) if self.q.dims()[2] == 1 => self.step(update, state),
+            before => self.in_chunks(update, before),
+        }
+    }
+
+    fn step(self, update: Update, state: Tensor<B, 3>) -> (Tensor<B, 4>, Tensor<B, 3>) {
+        let Rows { q, k, v, log_decay, beta } = self;
+        let ([rows, group, _, d], dtype) = (q.dims(), q.dtype());
+        let q = q.cast(DType::F32).reshape([rows, group, d]);
+        let [k, v] = [k, v].map(|x| x.cast(DType::F32));
+        let (v, corrections) = match (update, beta) {
+            (Update::Delta, beta) => (v, Corrections::Weights(beta.expect("β of the delta rule"))),
+            (Update::Additive, Some(beta)) => (v * beta, Corrections::None),
+            (Update::Additive, None) => (v, Corrections::None),
+        };
+        let (y, state) = Token { q, k, v, log_decay, corrections }.advance(state);
+        (y.cast(dtype).unsqueeze_dim(2), state)
+    }
+
+    fn in_chunks(
+        self,
+        update: Update,
+        before: Option<Tensor<B, 3>>,
+    ) -> (Tensor<B, 4>, Tensor<B, 3>) {
+        let Rows { q, k, v, log_decay, beta } = self;
+        let (q, k, v) = (on_cuda(q), on_cuda(k), on_cuda(v));
+        let (log_decay, beta) = (on_cuda(log_decay), beta.map(on_cuda));
+        let (before, inputs) = (before.map(on_cuda), [&q, &k, &v, &log_decay]);
+        let (y, after) = match dims(&log_decay)[2] {
+            1 => {
+                let call = Chunked::new(update, inputs, beta.as_ref());
+                let (y, _, after) = call.forward_from(before.as_ref());
+                (y, after)
+            }
+            _ => {
+                let call = diagonal(inputs, beta.as_ref(), update);
+                let call = call.expect("an update that the core serves");
+                let (y, _, after) = call.forward_from(before.as_ref());
+                (y, after)
+            }
+        };
+        (tensor(B::from_cuda(y)), tensor(B::from_cuda(after)))
+    }
+}
