@@ -59,7 +59,7 @@ impl SplitTile {
                 let (row, chunk) = (at / chunks_per_row, at % chunks_per_row);
                 let exists = row < count && chunk * CHUNK < columns;
                 // No read depends on a condition: the compiler would wait for each before it starts the next.
-                let last = comptime!(columns / CHUNK - 1).runtime();
+                let last = usize::cast_from(comptime!((columns / CHUNK - 1) as u32));
                 let from =
                     base + min(row, count - 1) * stride + min(chunk, last) * comptime!(CHUNK / 2);
                 let mut high = Chunk::cast_from(0f32);
