@@ -59,9 +59,8 @@ impl SplitTile {
                 let (row, chunk) = (at / chunks_per_row, at % chunks_per_row);
                 let exists = row < count && chunk * CHUNK < columns;
                 // No read depends on a condition: the compiler would wait for each before it starts the next.
-                let last = usize::cast_from(comptime!((columns / CHUNK - 1) as u32));
-                let from =
-                    base + min(row, count - 1) * stride + min(chunk, last) * comptime!(CHUNK / 2);
+                let offset = row * stride + chunk * comptime!(CHUNK / 2);
+                let from = base + select(exists, offset, 0usize);
                 let mut high = Chunk::cast_from(0f32);
                 let mut low = Chunk::cast_from(0f32);
                 #[unroll]
