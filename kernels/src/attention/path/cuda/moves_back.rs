@@ -9,7 +9,6 @@ use cubecl::prelude::*;
 
 use super::moves::{LevelSizes, MoveConfig, Moving};
 use super::split::SplitTile;
-use crate::tile::copies::{copy_chunk, wait_for_chunks};
 use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS, start_panels_atb, uninit, wait};
 use crate::tile::{ALIGN, Accumulator, Bf16Pair, CHUNK, Chunk, PANEL, Pair, place, zeros};
 
@@ -65,12 +64,11 @@ pub fn move_gradients(
             let base = movers.base + token * movers.stride;
             // A literal would have another type.
             let count = min(end - token, usize::cast_from(comptime!(rows as u32)));
+            tile.load(g, base, movers.stride, count, head_dim, threads);
             let of_part = (batch_pair * sizes.part as usize + token) * sizes.heads as usize + head;
             let x_stride = sizes.heads as usize * comptime!(head_dim / CHUNK);
             let x_base = of_part * comptime!(head_dim / CHUNK);
             load_rounded(&mut x_tile, x, x_base, x_stride, count, rows, padded, config);
-            tile.load(g, base, movers.stride, count, head_dim, threads);
-            wait_for_chunks();
             sync_async_proxy_shared();
             sync_cube();
             let mut moved = uninit(n_dim);
@@ -117,7 +115,7 @@ pub fn move_gradients(
     }
 }
 
-/// Starts to copy rows of bf16 into a tile; rows from `count` on are zero. [`wait_for_chunks`] waits for them.
+/// Copies rows of bf16 into a tile; rows from `count` on are zero.
 #[cube]
 fn load_rounded(
     tile: &mut SharedMemory<Chunk>,
@@ -133,10 +131,12 @@ fn load_rounded(
     let mut at = UNIT_POS as usize;
     while at < comptime!(rows * padded / CHUNK) {
         let (row, chunk) = (at / chunks_per_row, at % chunks_per_row);
-        let exists = row < count && chunk < comptime!(config.head_dim / CHUNK);
-        let from = select(exists, base + row * stride + chunk, base);
+        let mut value = Chunk::cast_from(0f32);
+        if (row < count) & (chunk < comptime!(config.head_dim / CHUNK)) {
+            value = source[base + row * stride + chunk];
+        }
         let to = chunk / PANEL * rows * PANEL + place(row as u32, (chunk % PANEL) as u32);
-        copy_chunk(tile, to, source, from, exists);
+        tile[to] = value;
         at += comptime!(config.threads());
     }
 }
