@@ -17,8 +17,8 @@ use crate::timeline::{OpenStage, Stage};
 
 /// Bytes of the device that training needs at least: weights, their gradients and the optimiser's state in
 /// f32, what rows of streams hand over, and of the activations the input of each block for one micro-batch of
-/// `[rows, seq_len]` tokens, in the type of `precision`. On the CPU also a step's inputs, targets and loss weights, and the copy of weights and state that a
-/// checkpoint is written from.
+/// `[rows, seq_len]` tokens, in the type of `precision`. On the CPU also a step's inputs, targets and loss weights, and
+/// the copy of weights and state that a checkpoint is written from.
 pub fn least_for_training(
     config: &RunConfig,
     vocab_size: usize,
