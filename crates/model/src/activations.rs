@@ -59,14 +59,20 @@ impl BlockActivations {
         // The hidden layer before and after the activation.
         let ups = if config.mlp == MlpKind::Swiglu { 2.0 } else { 1.0 };
         elements += (ups + 1.0) * hidden;
+        // Those of q and k as attention takes them, and before a rotation or a norm; of the kind's own projections; of
+        // values before they were mixed with the first block's, and of these.
+        let mut attention_gradients = 2.0 * (q + k) + v + inner;
+        attention_gradients += extra.iter().map(|spec| spec.features as f64).sum::<f64>();
+        if config.value_residual != ValueResidual::None && layer > 0 {
+            attention_gradients += 2.0 * v;
+        }
         let temporary = attention.temporary_bytes_per_token(kernel, &shape, batch, seq_len);
         BlockActivations {
             input: size * width,
             layers: size * elements,
             attention: attention.saved_bytes_per_token(kernel, &shape, batch, seq_len),
-            // Those of q and k as attention takes them, and before a rotation or a norm.
             gradients: size * width
-                + (size * ups * hidden).max(size * (2.0 * (q + k) + v + inner) + temporary),
+                + (size * ups * hidden).max(size * attention_gradients + temporary),
         }
     }
 }
