@@ -6,7 +6,8 @@
 //!   `seq_len` apart. An epoch has every window once, in an order that a [`Permutation`] keyed by
 //!   seed, source and epoch gives. Each epoch shifts all windows by its own offset below
 //!   `seq_len`, so that no token is always first in a row.
-//!   With `rows = "documents"` a row is one document from its start, and an epoch has every document once.
+//!   With `rows = "documents"` or `"cut-documents"` a row is one document from its start, and an epoch has every document
+//!   once.
 //!   With `rows = "streams"` the rows of a batch are as many streams, each of which goes on through a part of the text
 //!   from batch to batch.
 //! - A generated source makes its n-th row from the seed and n.
