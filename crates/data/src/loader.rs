@@ -205,9 +205,7 @@ impl SourceRows {
     ) -> Result<(), DataError> {
         match self {
             SourceRows::Windows(windows) => {
-                weights.fill(1.0);
-                windows.fill(index, tokens)?;
-                targets.copy_from_slice(&tokens[1..]);
+                windows.fill(windows.start(index), tokens, targets, weights)?;
             }
             SourceRows::Documents(documents) => documents.fill(index, tokens, targets, weights)?,
             SourceRows::Generated(rows) => rows.fill(index, tokens, targets, weights),
@@ -387,10 +385,9 @@ impl Loader {
         weights: &mut [f32],
     ) -> Result<(), DataError> {
         if let Some(streams) = streams {
-            weights.fill(1.0);
-            self.stream_windows().fill_stream(StreamRow { row, streams }, tokens)?;
-            targets.copy_from_slice(&tokens[1..]);
-            return Ok(());
+            let windows = self.stream_windows();
+            let place = windows.place(StreamRow { row, streams });
+            return windows.fill(place.start, tokens, targets, weights);
         }
         let (source, index) = match &self.plan {
             Plan::Train(mixture) => mixture.locate(row),

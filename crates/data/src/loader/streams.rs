@@ -46,11 +46,6 @@ impl Windows {
         }
     }
 
-    /// Fills the row's `seq_len + 1` tokens. Fails as [`Windows::fill`].
-    pub(super) fn fill_stream(&self, row: StreamRow, tokens: &mut [i32]) -> Result<(), DataError> {
-        self.stream.read(self.place(row).start, tokens)
-    }
-
     /// Whether a row goes on from the one before in its stream: not after `end_of_text`, if that separates documents.
     pub(super) fn goes_on(
         &self,

@@ -103,9 +103,19 @@ impl Windows {
         self.order = Order::Spread { rows };
     }
 
-    /// Fills the row's `seq_len + 1` tokens. Fails if they cannot be read, or if the vocabulary lacks one.
-    pub(super) fn fill(&self, index: u64, tokens: &mut [i32]) -> Result<(), DataError> {
-        self.stream.read(self.start(index), tokens)
+    /// Fills the `seq_len + 1` tokens of the row that starts at `start`, its targets and their weights. Fails if the tokens
+    /// cannot be read, or if the vocabulary lacks one.
+    pub(super) fn fill(
+        &self,
+        start: u64,
+        tokens: &mut [i32],
+        targets: &mut [i32],
+        weights: &mut [f32],
+    ) -> Result<(), DataError> {
+        weights.fill(1.0);
+        self.stream.read(start, tokens)?;
+        targets.copy_from_slice(&tokens[1..]);
+        Ok(())
     }
 
     /// Where in the stream a row starts. Each epoch of training shifts all windows.

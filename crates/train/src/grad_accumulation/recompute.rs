@@ -9,6 +9,7 @@ use longwall_kernels::backend::OpBackend;
 use longwall_kernels::ops::cross_entropy::Loss;
 use longwall_kernels::ops::vjp_root::vjp_root;
 use longwall_model::LanguageModel;
+use longwall_model::layers::Block;
 
 use super::MicroBatch;
 use crate::gradients::{Gradients, Graph};
@@ -48,13 +49,8 @@ pub(super) fn block_by_block<B: OpBackend>(
         let values_leaf = (at > 0).then(|| first_values.clone()).flatten();
         let values_leaf = values_leaf.map(|values| Tensor::from_inner(values).require_grad());
         let mut values = values_leaf.clone();
-        let y = match &past {
-            Some(past) => {
-                let mut past = past[at].clone();
-                block.forward_from(x.clone(), documents.clone(), &mut past, &mut values)
-            }
-            None => block.forward(x.clone(), documents.clone(), &mut values),
-        };
+        let mut past = past.as_ref().map(|past| past[at].clone());
+        let y = forward(block, x.clone(), &documents, past.as_mut(), &mut values);
         let mut root = vjp(y, dy);
         if let (0, Some(values)) = (at, values) {
             let learned = model.blocks.iter().any(|block| block.attention.value_mix.is_some());
@@ -95,17 +91,27 @@ fn block_inputs<B: OpBackend>(
     let (mut blocks, mut first_values) = (Vec::new(), None);
     for (at, block) in model.blocks.iter().enumerate() {
         blocks.push(x.clone());
-        x = match &mut carried {
-            Some(carried) => {
-                let mut past = carried[at].clone().inner();
-                let y = block.forward_from(x, documents.clone(), &mut past, &mut first_values);
-                carried[at] = Tensor::from_inner(past);
-                y
-            }
-            None => block.forward(x, documents.clone(), &mut first_values),
-        };
+        let mut past = carried.as_deref().map(|carried| carried[at].clone().inner());
+        x = forward(block, x, &documents, past.as_mut(), &mut first_values);
+        if let (Some(carried), Some(past)) = (carried.as_deref_mut(), past) {
+            carried[at] = Tensor::from_inner(past);
+        }
     }
     BlockInputs { blocks, output: x, first_values }
+}
+
+/// A block's output; if there is a past, that of rows that go on from it.
+fn forward<B: OpBackend>(
+    block: &Block<B>,
+    x: Tensor<B, 3>,
+    documents: &DocumentStarts<B>,
+    past: Option<&mut Tensor<B, 2>>,
+    first_values: &mut Option<Tensor<B, 3>>,
+) -> Tensor<B, 3> {
+    match past {
+        Some(past) => block.forward_from(x, documents.clone(), past, first_values),
+        None => block.forward(x, documents.clone(), first_values),
+    }
 }
 
 /// The gradient of the leaf `x`.
