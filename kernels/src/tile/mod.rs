@@ -17,9 +17,12 @@
 pub mod asm;
 pub mod copies;
 pub mod e4m3;
+pub mod inverse;
 pub mod lists;
+pub mod matrix;
 pub mod product;
 pub mod roles;
+pub mod rows;
 pub mod turns;
 pub mod votes;
 pub mod warpgroup;

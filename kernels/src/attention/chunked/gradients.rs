@@ -2,14 +2,15 @@
 
 use cubecl::prelude::*;
 
-use super::memory::{ChunkConfig, ChunkInputs, ChunkOf, Factors, Sizes, finish_loads, start_load};
-use super::product::{
+use super::memory::{ChunkConfig, ChunkInputs, ChunkOf, Factors, Sizes};
+use super::sums::LEAST;
+use super::{CHUNK_TOKENS, THREADS};
+use crate::tile::matrix::{
     Matrix, Product, WARPS, WarpTile, add_product, pair, read_pair, scale, scale_rows, write_pair,
     write_rows,
 };
-use super::sums::LEAST;
-use super::{CHUNK_TOKENS, THREADS};
 use crate::tile::roles::two_blocks_per_multiprocessor;
+use crate::tile::rows::{finish_loads, start_load};
 use crate::tile::{
     Accumulator, Bf16Pair, CHUNK, Chunk, define_exp2, keep_loop, sum_of_four, zeros,
 };

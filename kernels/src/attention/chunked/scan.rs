@@ -4,13 +4,13 @@ use cubecl::prelude::*;
 
 use super::CHUNK_TOKENS;
 use super::memory::{
-    ChunkConfig, ChunkInputs, ChunkOf, EndStates, Factors, FactorsAhead, HandOver, Sizes, fetch,
-    fetch_to, put, put_scaled, rounds, store,
+    ChunkConfig, ChunkInputs, ChunkOf, EndStates, Factors, FactorsAhead, HandOver, Sizes,
 };
-use super::product::{
+use crate::tile::matrix::{
     Matrix, Product, WarpTile, add_product, pair, read_numbers, read_pair, scale, write,
     write_numbers, write_pair, write_rows,
 };
+use crate::tile::rows::{fetch, fetch_to, put, put_scaled, rounds, store};
 use crate::tile::{Bf16Pair, CHUNK, Chunk, Pair, define_exp2, zeros};
 
 /// What the scan reads beside [`ChunkInputs`], and what it writes.

@@ -3,14 +3,12 @@
 use cubecl::prelude::*;
 
 use super::CHUNK_TOKENS;
-use super::memory::{
-    ChunkConfig, ChunkInputs, ChunkOf, Factors, FactorsAhead, Sizes, copy_rows, fetch, put,
-    put_scaled, start_load, store,
-};
-use super::product::{
+use super::memory::{ChunkConfig, ChunkInputs, ChunkOf, Factors, FactorsAhead, Sizes};
+use crate::tile::copies::wait_for_chunks;
+use crate::tile::matrix::{
     Matrix, Product, WarpTile, add_product, pair, read_pair, scale, write, write_pair, write_rows,
 };
-use crate::tile::copies::wait_for_chunks;
+use crate::tile::rows::{copy_rows, fetch, put, put_scaled, start_load, store};
 use crate::tile::{Bf16Pair, CHUNK, Chunk, define_exp2, zeros};
 
 /// What the scan reads beside [`ChunkInputs`], and what it writes.

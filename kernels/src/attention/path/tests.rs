@@ -1,5 +1,6 @@
 //! This variant's cases for the conformance suite, decoding, and extreme inputs.
 
+mod timing_tmp;
 mod cuda;
 mod kernel;
 mod numerics;

@@ -8,12 +8,13 @@
 use burn::tensor::bf16;
 use cubecl::prelude::*;
 
-use super::super::memory::{ChunkOf, Own, finish_loads, rounds};
-use super::super::product::{Matrix, pair};
+use super::super::memory::ChunkOf;
 use super::super::sums::LEAST;
 use super::super::{CHUNK_TOKENS, THREADS};
 use super::DiagonalConfig;
+use crate::tile::matrix::{Matrix, pair};
 use crate::tile::product::quads;
+use crate::tile::rows::{Own, finish_loads, rounds};
 use crate::tile::{CHUNK, Chunk, LOG2_E, Pair, all_of_block, exp2};
 
 /// Tokens of a block of `mma.sync`.

@@ -2,14 +2,13 @@
 
 use cubecl::prelude::*;
 
-use super::super::memory::{ChunkOf, Sizes, finish_loads, start_load, store};
-use super::super::product::{
-    Matrix, Product, WarpTile, add_product, pair, scale, write, write_pair,
-};
+use super::super::memory::{ChunkOf, Sizes};
 use super::super::{CHUNK_TOKENS, THREADS};
 use super::levels::{load_sums, load_weights, scale_rows_by, sums_len};
 use super::{DiagonalConfig, DiagonalInputs};
+use crate::tile::matrix::{Matrix, Product, WarpTile, add_product, pair, scale, write, write_pair};
 use crate::tile::roles::two_blocks_per_multiprocessor;
+use crate::tile::rows::{finish_loads, start_load, store};
 use crate::tile::{Accumulator, CHUNK, Chunk, define_exp2, keep_loop, zeros};
 
 /// What the kernel reads beside [`DiagonalInputs`], and its results.

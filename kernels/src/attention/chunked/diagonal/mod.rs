@@ -32,11 +32,11 @@ use self::queries::QueryArraysLaunch;
 use self::scan::ScanArraysLaunch;
 use self::transform::TransformArraysLaunch;
 use super::memory::SizesLaunch;
-use super::product::{Matrix, Product};
 use super::{CHUNK_TOKENS, States, THREADS, serves};
 use crate::attention::AttentionShape;
 use crate::cuda::{CudaTensor, buffer, contiguous, empty, multiprocessors};
 use crate::ops::cuda::{as_u32, dim, dims, nothing};
+use crate::tile::matrix::{Matrix, Product};
 use crate::tile::{CHUNK, Chunk};
 
 /// What a token writes to the state.

@@ -4,11 +4,11 @@ use burn::tensor::bf16;
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 
-use super::super::product::{Matrix, WarpTile, pair, read_pair};
 use super::levels::{
     BLOCK, MOST_DECAY, Operands, last_writer, meet, reads, row_of_sums, scale_level, sum_pair,
 };
 use super::{DiagonalConfig, Reading};
+use crate::tile::matrix::{Matrix, WarpTile, pair, read_pair};
 use crate::tile::{Accumulator, Bf16Pair, CHUNK, Chunk, Pair, exp2, half, keep_loop, zeros};
 
 /// The gradients of a chunk's readers and writers: results of 64 tokens of head_dim channels.

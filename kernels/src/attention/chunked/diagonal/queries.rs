@@ -3,14 +3,15 @@
 use cubecl::prelude::*;
 
 use super::super::CHUNK_TOKENS;
-use super::super::memory::{ChunkOf, Sizes, finish_loads, start_load};
-use super::super::product::{Matrix, Product, WarpTile, add_product, scale, write_rows};
-use super::super::transform::ROW;
+use super::super::memory::{ChunkOf, Sizes};
 use super::levels::{Operands, Role, load_sums, load_weights, scale_rows_by, sums_len};
 use super::scores::{Target, scores, store_scores};
 use super::transform::add_matrix;
 use super::{DiagonalConfig, DiagonalInputs};
+use crate::tile::inverse::ROW;
+use crate::tile::matrix::{Matrix, Product, WarpTile, add_product, scale, write_rows};
 use crate::tile::product::Place;
+use crate::tile::rows::{finish_loads, start_load};
 use crate::tile::{Accumulator, Bf16Pair, CHUNK, Chunk, Pair, define_exp2, zeros};
 
 /// What the kernel reads beside [`DiagonalInputs`], and its results.

@@ -4,11 +4,12 @@
 use cubecl::prelude::*;
 
 use super::super::CHUNK_TOKENS;
-use super::super::memory::{ChunkOf, EndStates, HandOver, Sizes, fetch_to, put, rounds, store};
-use super::super::product::{
+use super::super::memory::{ChunkOf, EndStates, HandOver, Sizes};
+use super::DiagonalConfig;
+use crate::tile::matrix::{
     Matrix, Product, WarpTile, add_product, read_numbers, write, write_numbers,
 };
-use super::DiagonalConfig;
+use crate::tile::rows::{fetch_to, put, rounds, store};
 use crate::tile::{Accumulator, CHUNK, Chunk, Pair, zeros};
 
 /// What the scan reads, and its result.

@@ -5,11 +5,11 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 
 use super::super::CHUNK_TOKENS;
-use super::super::product::{Matrix, write_pair};
 use super::DiagonalConfig;
 use super::levels::{
     BLOCK, MIDDLE, Operands, meet, row_of_sums, scale_level, scale_readers, scale_writers,
 };
+use crate::tile::matrix::{Matrix, write_pair};
 use crate::tile::product::Place;
 use crate::tile::{Accumulator, Chunk, all_of_block, half, keep_loop, zeros};
 

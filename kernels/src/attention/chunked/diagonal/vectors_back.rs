@@ -2,8 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::super::memory::{ChunkOf, Sizes, start_load};
-use super::super::product::{Matrix, WarpTile, read_pair, read_rows, write_rows};
+use super::super::memory::{ChunkOf, Sizes};
 use super::super::{CHUNK_TOKENS, THREADS};
 use super::levels::{
     MIDDLE, Operands, far_factor, is_mild, load_sums, load_weights, row_of_sums, scale_readers,
@@ -13,7 +12,9 @@ use super::matrices_back::{first_of_reader, load_tokens};
 use super::near::{Near, add_levels, add_mild_reads, add_mild_writes};
 use super::{DiagonalConfig, DiagonalInputs, Reading};
 use crate::tile::copies::wait_for_chunks;
+use crate::tile::matrix::{Matrix, WarpTile, read_pair, read_rows, write_rows};
 use crate::tile::roles::two_blocks_per_multiprocessor;
+use crate::tile::rows::start_load;
 use crate::tile::{
     Accumulator, Bf16Pair, CHUNK, Chunk, Pair, define_exp2, exp2, keep_loop, sum_of_four, zeros,
 };

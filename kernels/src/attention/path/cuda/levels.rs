@@ -6,7 +6,7 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 use cubecl::zspace::metadata::Metadata;
 
-use super::blocks::{BLOCK, BlockResults};
+use super::blocks::{BLOCK, MovedBlocks};
 use super::moves::{
     AllLevelsLaunch, LevelSizesLaunch, MOVED_TOKENS, MoveConfig, Moving, merge_transforms,
     move_vectors,
@@ -203,10 +203,10 @@ impl LevelWork for Backward {
 
 impl Moved {
     /// From the blocks' results.
-    pub fn new(levels: &[Level], BlockResults { q, k, r, .. }: &BlockResults) -> Self {
-        let (transforms, above) = merge(levels, r);
-        let all = |x, moving| move_through(levels, x, r, &above, moving);
-        Moved { q: all(q, Moving::Queries), k: all(k, Moving::Keys), transforms }
+    pub fn new(levels: &[Level], MovedBlocks { q, k, r, .. }: MovedBlocks) -> Self {
+        let (transforms, above) = merge(levels, &r);
+        let all = |x, moving| move_through(levels, x, &r, &above, moving);
+        Moved { q: all(&q, Moving::Queries), k: all(&k, Moving::Keys), transforms }
     }
 
     /// The rows of a level's attention; `values` is `[batch, kv_heads, tokens, head_dim]`.

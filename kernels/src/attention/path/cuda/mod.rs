@@ -14,7 +14,7 @@ mod split;
 
 use burn::tensor::DType;
 
-use self::blocks::{BLOCK, BlockGrads, BlockResults, BlockUpstream, Blocks};
+use self::blocks::{BLOCK, BlockGrads, BlockUpstream, Blocks, OwnAttention};
 pub use self::decode::{PathKvCache, Tokens};
 use self::levels::{Masks, Moved, MovedGradients, Saved};
 use self::parts::{Half, Level, rounded};
@@ -85,9 +85,8 @@ pub(super) fn forward(
         return None;
     }
     let call = Call::new(op, inputs, decay, documents);
-    let results = call.blocks.forward();
-    let moved = Moved::new(&call.levels, &results);
-    let BlockResults { o, lse, .. } = results;
+    let (moved, OwnAttention { o, lse }) = call.blocks.forward();
+    let moved = Moved::new(&call.levels, moved);
     for (i, level) in call.levels.iter().enumerate() {
         let rows = moved.rows(i, level, call.v);
         level.add_attention(&o, &lse, &call.masks.attend(level, &rows));
@@ -115,7 +114,9 @@ pub(super) fn backward(
     let delta = row_dots(&Heads::new(output), &Heads::new(grad));
     let saved = Saved { grad, lse, delta: &delta };
 
-    let moved = Moved::new(&call.levels, &call.blocks.forward());
+    let moved = call.blocks.moved();
+    let inverses = moved.inverses.clone();
+    let moved = Moved::new(&call.levels, moved);
     let [batch, heads, tokens, head_dim] = dims(q)[..] else {
         unreachable!("q has four dimensions")
     };
@@ -140,16 +141,19 @@ pub(super) fn backward(
         });
     }
     let gradients = gradients.unwrap_or_else(|| MovedGradients::last(q, of_vectors, None));
-    let BlockGrads { q, k, v, w, beta } = call.blocks.backward(&BlockUpstream {
-        d_o: grad,
-        lse,
-        delta: &delta,
-        d_q: &gradients.q,
-        d_k: &gradients.k,
-        d_v: &dv,
-        d_r: &gradients.transforms,
-        ds: sums.as_ref().map(|sums| sums.each_ref()),
-    });
+    let BlockGrads { q, k, v, w, beta } = call.blocks.backward(
+        &inverses,
+        &BlockUpstream {
+            d_o: grad,
+            lse,
+            delta: &delta,
+            d_q: &gradients.q,
+            d_k: &gradients.k,
+            d_v: &dv,
+            d_r: &gradients.transforms,
+            ds: sums.as_ref().map(|sums| sums.each_ref()),
+        },
+    );
     let beta = reshaped(&beta, &[batch, kv_heads, tokens, 1]);
     let log_decay = sums.map(|[rows, columns]| decay::gradient(rows, columns));
     [q, k, v, w, beta].into_iter().chain(log_decay).collect()

@@ -1,219 +1,314 @@
-//! The forward pass over the blocks.
+//! The forward pass over the blocks, in the notation of `docs/path.md`.
 
-use burn::tensor::bf16;
 use cubecl::prelude::*;
 
-use super::THREADS;
-use super::layout::{BLOCK, BlockConfig, KEYS_16, TILE, blocks_per_multiprocessor};
-use super::levels::{
-    HALF, among_halves, corner, first_visible, key_moves, level_of_halves, level_of_tiles,
-    load_block, load_decay, prepare, score, tile_level,
+use super::layout::{BLOCK, BlockConfig, Operand, SQUARES, two_fit};
+use super::memory::{
+    BlockInputs, BlockOf, BlockShape, Numbers, first_visible, keep_lower, load_directions, read,
+    start_head, start_inverse, write,
 };
-use super::memory::{BlockInputs, BlockOf, BlockShape, copy_rows, load_head, store_rows};
-use super::product::{Product, Quad, WarpTile, multiply, product_of, quad_of};
+use crate::tile::matrix::{Product, WarpTile, add_product, pair, scale, scale_rows, write_numbers};
+use crate::tile::product::THREADS;
 use crate::tile::roles::two_blocks_per_multiprocessor;
-use crate::tile::{LOG2_E, MASKED, sum_of_four};
+use crate::tile::rows::finish_loads;
+use crate::tile::{Accumulator, Chunk, MASKED, Pair, define_exp2, exp2, log2, sum_of_four, zeros};
 
-/// What the pass writes; N is the number of tokens rounded up to whole blocks. Rows past the last token are 0
-/// in the moved vectors.
+/// The moved vectors and the transforms; N is the number of tokens rounded up to whole blocks. Rows past the last token
+/// are 0.
 #[derive(CubeType, CubeLaunch)]
-pub struct BlockOutputs {
+pub struct MovedOutputs {
     /// The queries times the scale, moved to the starts of their blocks, `[batch, N, heads, head_dim]`.
-    pub q: Array<Quad>,
+    pub q: Array<Pair>,
     /// The keys moved to the ends of their blocks, `[batch, N, kv_heads, head_dim]`.
-    pub k: Array<Quad>,
+    pub k: Array<Pair>,
     /// R, `[batch, N/64, kv_heads, head_dim, head_dim]`.
-    pub r: Array<Quad>,
-    /// The output over the keys of the query's own block, `[batch, tokens, heads, head_dim]`.
-    pub o: Array<Quad>,
-    /// The log-sum-exp of their scores, base 2 and relative to the decay up to the block, `[batch, heads, tokens]`.
+    pub r: Array<Pair>,
+}
+
+/// Attention over the keys of the query's own block.
+#[derive(CubeType, CubeLaunch)]
+pub struct OwnOutputs {
+    /// `[batch, tokens, heads, head_dim]`
+    pub o: Array<Pair>,
+    /// The log-sum-exp of the scores, base 2 and relative to the decay up to the block, `[batch, heads, tokens]`.
     pub lse: Array<f32>,
 }
 
-/// Moved queries and keys, the transforms, and attention inside the blocks.
+/// Moved queries and keys, the transforms, and, with `own`, attention inside the blocks.
 ///
-/// Grid: blocks · kv_heads · batch; [`THREADS`] threads.
-#[cube(launch_unchecked)]
+/// Grid: all blocks; [`THREADS`](super::THREADS) threads.
+#[cube(launch_unchecked, fast_math = FastMath::all())]
 pub fn forward(
     inputs: &BlockInputs,
-    outputs: &mut BlockOutputs,
+    inverses: &Array<Chunk>,
+    moved: &mut MovedOutputs,
+    own: &mut ComptimeOption<OwnOutputs>,
     shape: BlockShape,
     #[comptime] config: BlockConfig,
 ) {
-    if comptime!(blocks_per_multiprocessor(config.forward_elements()) > 1) {
+    if comptime!(two_fit(config.forward_chunks())) {
         two_blocks_per_multiprocessor(comptime!("forward".to_string()), THREADS);
     }
-    let mut arena = SharedMemory::<f32>::new_aligned(comptime!(config.forward_elements()), 16usize);
-    let of = BlockOf::new(CUBE_POS_X as usize, &shape);
-    load_block(&mut arena, inputs, &of, config);
-    sync_cube();
-    prepare(&mut arena, comptime!(config.fifth()), config);
-    move_keys(&mut arena, outputs, &of, &shape, config);
-    let group = (shape.heads / shape.kv_heads) as usize;
+    define_exp2();
+    let d = config.head_dim;
+    let mut arena = SharedMemory::<Chunk>::new_aligned(comptime!(config.forward_chunks()), 16usize);
+    let mut numbers = Numbers::new();
+    let of = BlockOf::own(&shape);
+    begin(&mut arena, &mut numbers, inputs, inverses, &of, config);
+
+    // 1. R = Yᵀ W.
+    let (w, k, y, m) = comptime!((config.w(), config.k(), config.y(), config.m()));
+    let p = comptime!(Operand::atb(y, w, [d, d, BLOCK]));
+    let tile = WarpTile::new(p);
+    if tile.exists {
+        let mut acc = zeros(comptime!(p.fragments()));
+        add_product(&arena, &mut acc, &tile, p);
+        let base = of.transform(&shape) * comptime!(d * d / 2);
+        write_numbers(&mut moved.r, &acc, &tile, base, comptime!(d / 2).runtime(), p);
+    }
+
+    // 2. The keys, K − mᵀ W.
+    let p = comptime!(Operand::atb(m, w, config.over_tokens()));
+    let tile = WarpTile::new(p);
+    if tile.exists {
+        let mut acc = zeros(comptime!(p.fragments()));
+        add_product(&arena, &mut acc, &tile, p);
+        scale(&mut acc, -1f32, comptime!(p.fragments()));
+        add_rows(&arena, &mut acc, &tile, 1f32, k, p);
+        let kv_heads = shape.kv_heads as usize;
+        let base = of.padded_row(of.kv_head, kv_heads) * comptime!(d / 2);
+        write_numbers(&mut moved.k, &acc, &tile, base, kv_heads * comptime!(d / 2), p);
+    }
+
+    // 3. The queries, and what they see.
+    let heads = shape.heads as usize;
+    let group = heads / shape.kv_heads as usize;
     for member in 0..group {
         let head = of.kv_head * group + member;
-        attend(&mut arena, inputs, outputs, &of, head, &shape, config);
-    }
-}
-
-/// R, and the keys moved to the end of the block.
-#[cube]
-fn move_keys(
-    arena: &mut SharedMemory<f32>,
-    outputs: &mut BlockOutputs,
-    of: &BlockOf,
-    shape: &BlockShape,
-    #[comptime] config: BlockConfig,
-) {
-    let d = config.head_dim;
-    let (w, k, x, keys) = comptime!((config.w(), config.k(), config.x(), config.fifth()));
-    let s = comptime!(config.s());
-    let (first, last) = comptime!((x, x.cell(HALF, 0)));
-
-    // 1. y of the second half, moved to the start of the block.
-    let sizes = comptime!(among_halves(d));
-    let of_keys = comptime!(s);
-    multiply(arena, comptime!(Product::abt([keys, last, of_keys], sizes).negative()));
-    // Beside the moves of `prepare`, of which only the second is still needed.
-    let of_y = comptime!(corner(s));
-    let of_third = comptime!(key_moves(config).cell(HALF, 0));
-    multiply(arena, comptime!(Product::abt([last, w, of_y], sizes).negative()));
-    sync_cube();
-    multiply(arena, comptime!(Product::ab([of_y, first, last], [HALF, d, HALF]).added()));
-    sync_cube();
-
-    // 2. R = Yᵀ W.
-    let r = comptime!(Product::atb([x, w, x], [d, d, BLOCK]));
-    let base = of.transform(shape) * comptime!(d * d / 4);
-    for round in 0..comptime!(r.rounds()) {
-        let tile = WarpTile::of_round(round, r);
+        sync_cube();
+        start_head(&mut arena, &inputs.q, &of, head, comptime!(config.q()), config);
+        if comptime!(own.is_some()) {
+            start_head(&mut arena, &inputs.v, &of, of.kv_head, comptime!(config.v()), config);
+            numbers.load_decay(&inputs.visibility, &of, head, &shape, config);
+        }
+        finish_loads();
+        let c = comptime!(config.c());
+        let mut scores = begin_head(&mut arena, &shape, config);
+        let p = comptime!(Operand::ab(c, y, config.over_tokens()));
+        let tile = WarpTile::new(p);
         if tile.exists {
-            let acc = product_of(arena, &tile, r);
-            #[unroll]
-            for row in 0..2usize {
-                let at = base + tile.row(row) * comptime!(d / 4);
-                #[unroll]
-                for q in 0..comptime!(r.quads()) {
-                    outputs.r[at + tile.quad(q, r)] = quad_of(&acc, row, q, r);
-                }
-            }
+            let mut acc = zeros(comptime!(p.fragments()));
+            add_product(&arena, &mut acc, &tile, p);
+            add_rows(&arena, &mut acc, &tile, shape.scale, comptime!(config.q()), p);
+            let base = of.padded_row(head, heads) * comptime!(d / 2);
+            write_numbers(&mut moved.q, &acc, &tile, base, heads * comptime!(d / 2), p);
+        }
+        if comptime!(own.is_some()) {
+            let outputs = own.as_mut().unwrap();
+            let p = comptime!(Operand::ab(c, m, SQUARES));
+            let tile = WarpTile::new(p);
+            add_product(&arena, &mut scores, &tile, p);
+            attend(
+                &mut arena,
+                &mut numbers,
+                inputs,
+                outputs,
+                &of,
+                head,
+                &mut scores,
+                &shape,
+                config,
+            );
         }
     }
+}
+
+/// Reads w, k, β and G; computes Y = G diag(β) W and m = G diag(β) B, B = W Kᵀ below the diagonal.
+#[cube]
+pub fn begin(
+    arena: &mut SharedMemory<Chunk>,
+    numbers: &mut Numbers,
+    inputs: &BlockInputs,
+    inverses: &Array<Chunk>,
+    of: &BlockOf,
+    #[comptime] config: BlockConfig,
+) {
+    let (w, k, y, m) = comptime!((config.w(), config.k(), config.y(), config.m()));
+    let g = comptime!(config.c());
+    start_head(arena, &inputs.k, of, of.kv_head, k, config);
+    start_inverse(arena, inverses, g);
+    load_directions(arena, inputs, of, true, config);
+    numbers.load_beta(inputs, of);
+    finish_loads();
+    let p = comptime!(Operand::abt(w, k, config.over_channels()));
+    let square = WarpTile::new(p);
+    let mut acc = zeros(comptime!(p.fragments()));
+    add_product(arena, &mut acc, &square, p);
+    scale_rows(&mut acc, &numbers.beta, &square, p);
+    keep_lower(&mut acc, &square, false, p);
+    write(arena, &acc, &square, m, p);
     sync_cube();
 
-    // 3. The keys, from the ends of their tiles or halves.
-    copy_rows(arena, keys, x, HALF, d);
-    let (third, fourth) = comptime!((x.cell(HALF, 0), x.cell(HALF + TILE, 0)));
-    copy_rows(arena, comptime!(keys.cell(KEYS_16 + TILE, 0)), third, TILE, d);
-    copy_rows(arena, comptime!(k.cell(HALF + TILE, 0)), fourth, TILE, d);
+    let of_m = comptime!(Operand::ab(g, m, SQUARES));
+    let mut acc = zeros(comptime!(of_m.fragments()));
+    add_product(arena, &mut acc, &square, of_m);
+    let of_y = comptime!(Operand::ab(g, y, config.over_tokens()));
+    let tile = WarpTile::new(of_y);
+    let mut acc_y = zeros(comptime!(of_y.fragments()));
+    if tile.exists {
+        add_product(arena, &mut acc_y, &tile, of_y);
+    }
     sync_cube();
-    let w_last = comptime!(w.cell(HALF, 0));
-    let w_fourth = comptime!(w.cell(HALF + TILE, 0));
-    multiply(arena, comptime!(Product::ab([of_keys, w_last, first], [HALF, d, HALF]).added()));
-    let rows = comptime!([TILE, d, TILE]);
-    multiply(arena, comptime!(Product::ab([of_third, w_fourth, third], rows).added()));
-    let m = comptime!(config.m().cell(HALF + TILE, 0));
-    multiply(arena, comptime!(Product::atb([m, w_fourth, fourth], rows).negative().added()));
-    sync_cube();
-    let kv_heads = shape.kv_heads as usize;
-    let base = of.padded_row(of.kv_head, kv_heads) * comptime!(d / 4);
-    let (stride, all) = (kv_heads * comptime!(d / 4), BLOCK.runtime());
-    store_rows::<f32>(arena, &mut outputs.k, base, stride, all, 1f32, x, BLOCK, d);
+    write(arena, &acc, &square, m, of_m);
+    if tile.exists {
+        write(arena, &acc_y, &tile, y, of_y);
+    }
     sync_cube();
 }
 
-/// The moved queries of one head, and its attention inside the block.
+/// Writes −c = −Q Wᵀ up to the diagonal, with the scale, and returns the scores Q Kᵀ. Synchronises before it returns.
+#[cube]
+pub fn begin_head(
+    arena: &mut SharedMemory<Chunk>,
+    shape: &BlockShape,
+    #[comptime] config: BlockConfig,
+) -> Accumulator {
+    let q = comptime!(config.q());
+    let p = comptime!(Operand::abt(q, config.w(), config.over_channels()));
+    let tile = WarpTile::new(p);
+    let mut along = zeros(comptime!(p.fragments()));
+    add_product(arena, &mut along, &tile, p);
+    scale(&mut along, -shape.scale, comptime!(p.fragments()));
+    keep_lower(&mut along, &tile, true, p);
+    write(arena, &along, &tile, comptime!(config.c()), p);
+    let p = comptime!(Operand::abt(q, config.k(), config.over_channels()));
+    let mut scores = zeros(comptime!(p.fragments()));
+    add_product(arena, &mut scores, &tile, p);
+    scale(&mut scores, shape.scale, comptime!(p.fragments()));
+    sync_cube();
+    scores
+}
+
+/// Adds a factor times rows in shared memory.
+#[cube]
+pub fn add_rows(
+    arena: &SharedMemory<Chunk>,
+    acc: &mut Accumulator,
+    tile: &WarpTile,
+    factor: f32,
+    #[comptime] from: Operand,
+    #[comptime] p: Product,
+) {
+    #[unroll]
+    for r in 0..2usize {
+        #[unroll]
+        for f in 0..comptime!(p.fragments()) {
+            let value = read(arena, tile.row(r), tile.column(f), from);
+            let fragment = acc.index_mut(f);
+            fragment[r] += value * Pair::cast_from(factor);
+        }
+    }
+}
+
+/// Softmax of the scores, and the sum of the values. The queries' c has been read by all threads that have passed the
+/// first barrier.
 #[cube]
 fn attend(
-    arena: &mut SharedMemory<f32>,
+    arena: &mut SharedMemory<Chunk>,
+    numbers: &mut Numbers,
     inputs: &BlockInputs,
-    outputs: &mut BlockOutputs,
+    outputs: &mut OwnOutputs,
     of: &BlockOf,
     head: usize,
+    scores: &mut Accumulator,
     shape: &BlockShape,
     #[comptime] config: BlockConfig,
 ) {
     let d = config.head_dim;
-    let (x, s, keys) = comptime!((config.x(), config.s(), config.fifth()));
-    let heads = shape.heads as usize;
-    load_head::<bf16>(arena, &inputs.q, of, head, shape.scale, x, d);
-    load_decay(arena, &inputs.visibility, of, head, shape, config);
-    sync_cube();
-    // −c has its place where no score is yet: first on the other diagonal, then above the first.
-    tile_level(arena, comptime!(s.cell(0, BLOCK - TILE).step(TILE, 0).back(TILE)), config);
-    level_of_tiles(arena, keys, comptime!(s.cell(0, HALF).step(TILE, TILE)), config);
-    level_of_halves(arena, keys, comptime!(s.cell(0, HALF)), config);
-    let base = of.padded_row(head, heads) * comptime!(d / 4);
-    let (stride, all) = (heads * comptime!(d / 4), BLOCK.runtime());
-    store_rows::<f32>(arena, &mut outputs.q, base, stride, all, 1f32, x, BLOCK, d);
-    sync_cube();
+    let p = comptime!(Operand::ab(config.c(), config.m(), SQUARES));
+    let tile = WarpTile::new(p);
 
-    load_head::<bf16>(arena, &inputs.v, of, of.kv_head, 1f32, x, d);
-    weigh(arena, inputs, outputs, of, head, shape, config);
-    sync_cube();
-    let product = comptime!(Product::ab([s, x, x], [BLOCK, d, BLOCK]));
-    let base = (of.batch * shape.tokens as usize + of.first()) * heads + head;
-    for round in 0..comptime!(product.rounds()) {
-        let tile = WarpTile::of_round(round, product);
-        if tile.exists {
-            let acc = product_of(arena, &tile, product);
+    // 1. The largest of each row.
+    #[unroll]
+    for r in 0..2usize {
+        let row = tile.row(r);
+        let first = first_visible(&inputs.visibility, of, row, shape, config);
+        let mut largest = f32::cast_from(MASKED);
+        #[unroll]
+        for f in 0..comptime!(p.fragments()) {
+            let fragment = scores.index_mut(f);
+            let value = fragment[r];
+            let mut masked = Pair::empty();
             #[unroll]
-            for r in 0..2usize {
-                let row = tile.row(r);
-                if row < of.count {
-                    let at = (base + row * heads) * comptime!(d / 4);
-                    #[unroll]
-                    for q in 0..comptime!(product.quads()) {
-                        outputs.o[at + tile.quad(q, product)] = quad_of(&acc, r, q, product);
-                    }
-                }
+            for c in 0..2usize {
+                let column = tile.column(f) + c;
+                let visible = (column >= first) & (column <= row);
+                let score = numbers.score(value[c], column, config);
+                masked[c] = select(visible, score, MASKED);
+                largest = max(largest, masked[c]);
             }
+            fragment[r] = masked;
+        }
+        largest = max(largest, plane_shuffle_xor(largest, 1));
+        largest = max(largest, plane_shuffle_xor(largest, 2));
+        if UNIT_POS % 4 == 0 {
+            numbers.of_rows[tile.across * BLOCK + row] = largest;
         }
     }
     sync_cube();
-}
 
-/// Turns the scores into weights; 0 where a query does not see a key. Four threads share a row.
-#[cube]
-fn weigh(
-    arena: &mut SharedMemory<f32>,
-    inputs: &BlockInputs,
-    outputs: &mut BlockOutputs,
-    of: &BlockOf,
-    head: usize,
-    shape: &BlockShape,
-    #[comptime] config: BlockConfig,
-) {
-    let s = comptime!(config.s());
-    let (row, part) = (UNIT_POS as usize / 4, UNIT_POS as usize % 4);
-    let first = first_visible(&inputs.visibility, of, row, shape, config);
-    let mut scores = Array::<f32>::new(TILE);
-    let mut largest = f32::cast_from(MASKED);
+    // 2. Weights relative to it. A row without a visible key, past the last token, has none.
+    let mut of_rows = Array::<f32>::new(2usize);
     #[unroll]
-    for i in 0..TILE {
-        let column = part + i * 4;
-        let visible = (column >= first) & (column <= row);
-        scores[i] = select(visible, score(arena, row, column, config), MASKED);
-        largest = max(largest, scores[i]);
+    for r in 0..2usize {
+        let row = tile.row(r);
+        let largest = max(numbers.of_rows[row], numbers.of_rows[BLOCK + row]);
+        of_rows[r] = largest;
+        let reference = select(row < of.count, largest, 0f32);
+        let mut sum = 0f32;
+        #[unroll]
+        for f in 0..comptime!(p.fragments()) {
+            let fragment = scores.index_mut(f);
+            let value = fragment[r];
+            let weights = pair(exp2(value[0] - reference), exp2(value[1] - reference));
+            sum += weights[0] + weights[1];
+            fragment[r] = weights;
+        }
+        let sum = sum_of_four(sum);
+        if UNIT_POS % 4 == 0 {
+            numbers.of_rows[comptime!(2 * BLOCK) + tile.across * BLOCK + row] = sum;
+        }
     }
-    largest = max(largest, plane_shuffle_xor(largest, 1));
-    largest = max(largest, plane_shuffle_xor(largest, 2));
-    let mut sum = 0f32;
+    write(arena, scores, &tile, comptime!(config.c()), p);
+    sync_cube();
+
+    // 3. Outputs.
+    let of_values = comptime!(Operand::ab(config.c(), config.v(), config.over_tokens()));
+    let heads = shape.heads as usize;
     #[unroll]
-    for i in 0..TILE {
-        let column = part + i * 4;
-        let visible = (column >= first) & (column <= row);
-        scores[i] = select(visible, Exp::exp(scores[i] - largest), 0f32);
-        sum += scores[i];
+    for r in 0..2usize {
+        let row = tile.row(r);
+        if (tile.across == 0) & (UNIT_POS % 4 == 0) & (row < of.count) {
+            outputs.lse[of.token(head, heads, shape) + row] =
+                of_rows[r] + log2(numbers.row(row, 1usize, p));
+        }
     }
-    let sum = sum_of_four(sum);
-    let factor = select(row < of.count, 1f32 / sum, 0f32);
-    #[unroll]
-    for i in 0..TILE {
-        arena[s.at + row * s.row + part + i * 4] = scores[i] * factor;
-    }
-    if (part == 0) & (row < of.count) {
-        outputs.lse[of.token(head, shape.heads as usize, shape) + row] =
-            (largest + Log::ln(sum)) * LOG2_E;
+    let tile = WarpTile::new(of_values);
+    if tile.exists {
+        let mut acc = zeros(comptime!(of_values.fragments()));
+        add_product(arena, &mut acc, &tile, of_values);
+        let base = (of.batch * shape.tokens as usize + of.first()) * heads + head;
+        #[unroll]
+        for r in 0..2usize {
+            let row = tile.row(r);
+            if row < of.count {
+                let at = (base + row * heads) * comptime!(d / 2);
+                let factor = 1f32 / numbers.row(row, 1usize, p);
+                #[unroll]
+                for f in 0..comptime!(of_values.fragments()) {
+                    outputs.o[at + tile.column(f) / 2] = acc.index(f)[r] * Pair::cast_from(factor);
+                }
+            }
+        }
     }
 }

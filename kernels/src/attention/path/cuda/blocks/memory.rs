@@ -1,20 +1,33 @@
-//! Rows of vectors between global and shared memory.
+//! What the kernels read, and how it comes to shared memory and leaves registers.
 
 use burn::tensor::bf16;
 use cubecl::prelude::*;
 
-use super::THREADS;
-use super::layout::{BLOCK, TILE};
-use super::product::{Place, Quad, quads, quads_mut};
+use super::layout::{BLOCK, BlockConfig, Operand};
 use crate::attention::decay::Sums;
 use crate::attention::flash::Strides;
-use crate::tile::{CHUNK, RowStrides};
+use crate::tile::matrix::{Matrix, Product, WarpTile, pair, read_pair, write_pair};
+use crate::tile::product::Quad;
+use crate::tile::rows::{Own, rounds, start_load};
+use crate::tile::{Accumulator, Bf16Pair, CHUNK, Chunk, Pair, RowStrides, sum_of_four};
 
-/// A tensor `[batch, heads, tokens, head_dim]` in quads of channels.
+/// Chunks of a row of a square.
+pub const SQUARE_CHUNKS: usize = BLOCK / CHUNK;
+
+/// A tensor `[batch, heads, tokens, head_dim]` in bf16.
 #[derive(CubeType, CubeLaunch)]
-pub struct HeadQuads<E: Numeric> {
+pub struct HeadChunks {
     /// Its elements.
-    pub quads: Array<Vector<E, Const<4>>>,
+    pub chunks: Array<Chunk>,
+    /// The strides of its rows.
+    pub strides: RowStrides,
+}
+
+/// A tensor `[batch, heads, tokens, head_dim]` in f32.
+#[derive(CubeType, CubeLaunch)]
+pub struct HeadQuads {
+    /// Its elements.
+    pub quads: Array<Quad>,
     /// The strides of its rows.
     pub strides: RowStrides,
 }
@@ -47,13 +60,13 @@ pub struct Visibility {
 #[derive(CubeType, CubeLaunch)]
 pub struct BlockInputs {
     /// `[batch, heads, tokens, head_dim]`, without its scale.
-    pub q: HeadQuads<bf16>,
+    pub q: HeadChunks,
     /// `[batch, kv_heads, tokens, head_dim]`
-    pub k: HeadQuads<bf16>,
+    pub k: HeadChunks,
     /// `[batch, kv_heads, tokens, head_dim]`
-    pub v: HeadQuads<bf16>,
+    pub v: HeadChunks,
     /// `[batch, kv_heads, tokens, head_dim]`
-    pub w: HeadQuads<f32>,
+    pub w: HeadQuads,
     /// `[batch, kv_heads, tokens]`
     pub beta: Array<f32>,
     /// The strides of β.
@@ -79,11 +92,12 @@ pub struct BlockOf {
 
 #[cube]
 impl BlockOf {
-    /// The block with this number among all.
-    pub fn new(number: usize, shape: &BlockShape) -> BlockOf {
+    /// The thread block's own.
+    pub fn own(shape: &BlockShape) -> BlockOf {
         let tokens = shape.tokens as usize;
         let blocks = (tokens + BLOCK - 1) / BLOCK;
         let kv_heads = shape.kv_heads as usize;
+        let number = CUBE_POS_X as usize;
         let (block, row) = (number % blocks, number / blocks);
         BlockOf {
             batch: row / kv_heads,
@@ -113,155 +127,351 @@ impl BlockOf {
     pub fn transform(&self, shape: &BlockShape) -> usize {
         (self.batch * self.blocks + self.block) * shape.kv_heads as usize + self.kv_head
     }
+
+    /// The index of the first chunk of a head's row, and the chunks between rows.
+    pub fn rows(&self, head: usize, strides: &RowStrides) -> (usize, usize) {
+        let stride = strides.row as usize;
+        (strides.base(self.batch, head) + self.first() * stride, stride)
+    }
+
+    /// The index of the first β, and the numbers between them.
+    fn betas(&self, inputs: &BlockInputs) -> (usize, usize) {
+        let strides = inputs.beta_strides;
+        let stride = strides.token as usize;
+        let head = self.batch * strides.batch as usize + self.kv_head * strides.head as usize;
+        (head + self.first() * stride, stride)
+    }
 }
 
-/// A thread's quads of `rows` rows of vectors: one for each round.
+/// Numbers of a block's tokens, in shared memory.
 #[derive(CubeType)]
-pub struct RowQuad {
-    /// The row.
-    pub row: usize,
-    /// The quad in the row.
-    pub quad: usize,
-    /// Whether there is one.
-    pub exists: bool,
-}
-
-const fn quads_of(rows: usize, dim: usize) -> usize {
-    rows * dim / 4
-}
-
-/// Rounds in which a block's threads pass over `rows` rows of `dim` channels.
-pub const fn rounds_of(rows: usize, dim: usize) -> usize {
-    quads_of(rows, dim).div_ceil(THREADS)
+pub struct Numbers {
+    /// β.
+    pub beta: SharedMemory<f32>,
+    /// Σ ℓ within the block, of one head.
+    pub sums: SharedMemory<f32>,
+    /// The queries' log-sum-exps, base 2.
+    pub lse: SharedMemory<f32>,
+    /// The queries' δ.
+    pub delta: SharedMemory<f32>,
+    /// Parts of rows' sums, of up to two tiles beside one another: a set of those for each number of a kernel.
+    pub of_rows: SharedMemory<f32>,
+    /// Parts of columns' sums, of four tiles below one another.
+    pub of_columns: SharedMemory<f32>,
 }
 
 #[cube]
-impl RowQuad {
-    /// The thread's quad of this round.
-    pub fn of_round(round: usize, #[comptime] rows: usize, #[comptime] dim: usize) -> RowQuad {
-        let index = round * THREADS + UNIT_POS as usize;
-        let count = comptime!(quads_of(rows, dim));
-        RowQuad {
-            row: index / comptime!(dim / 4),
-            quad: index % comptime!(dim / 4),
-            exists: comptime!(count.is_multiple_of(THREADS)) || index < count,
+impl Numbers {
+    /// Uninitialised.
+    pub fn new() -> Numbers {
+        Numbers {
+            beta: SharedMemory::<f32>::new(BLOCK),
+            sums: SharedMemory::<f32>::new(BLOCK),
+            lse: SharedMemory::<f32>::new(BLOCK),
+            delta: SharedMemory::<f32>::new(BLOCK),
+            of_rows: SharedMemory::<f32>::new(comptime!(4 * BLOCK)),
+            of_columns: SharedMemory::<f32>::new(comptime!(4 * BLOCK)),
         }
     }
 
-    /// Its index in shared memory, in quads.
-    pub fn at(&self, #[comptime] place: Place) -> usize {
-        let tile = self.row / TILE * comptime!(place.next / 4);
-        comptime!(place.at / 4) + tile + self.row % TILE * comptime!(place.row / 4) + self.quad
+    /// Reads β; 0 past the last token.
+    pub fn load_beta(&mut self, inputs: &BlockInputs, of: &BlockOf) {
+        let row = UNIT_POS as usize;
+        if row < BLOCK {
+            let (base, stride) = of.betas(inputs);
+            let beta = inputs.beta[base + min(row, of.count - 1) * stride];
+            self.beta[row] = select(row < of.count, beta, 0f32);
+        }
+    }
+
+    /// Reads Σ ℓ of one head.
+    pub fn load_decay(
+        &mut self,
+        visibility: &Visibility,
+        of: &BlockOf,
+        head: usize,
+        shape: &BlockShape,
+        #[comptime] config: BlockConfig,
+    ) {
+        if comptime!(config.decay) {
+            let row = UNIT_POS as usize;
+            if row < BLOCK {
+                let sums = visibility.decay.as_ref().unwrap();
+                let batch_head = of.batch * shape.heads as usize + head;
+                self.sums[row] = sums.within_span(batch_head, of.first() + min(row, of.count - 1));
+            }
+        }
+    }
+
+    /// The score of a query and the key of `column`, base 2, with the decay from the key to the block's start; the rest, from
+    /// there to the query, cancels in the softmax.
+    pub fn score(&self, score: f32, column: usize, #[comptime] config: BlockConfig) -> f32 {
+        let mut score = score;
+        if comptime!(config.decay) {
+            score -= self.sums[column];
+        }
+        score * crate::tile::LOG2_E
+    }
+
+    /// Writes the part of a sum over a row of the warp's tile, of which `sum` is the lane's.
+    pub fn put_row(&mut self, sum: f32, row: usize, tile: &WarpTile, #[comptime] set: usize) {
+        let sum = sum_of_four(sum);
+        if UNIT_POS % 4 == 0 {
+            self.of_rows[comptime!(set * 2 * BLOCK) + tile.across * BLOCK + row] = sum;
+        }
+    }
+
+    /// The sum over a row of a product's result.
+    pub fn row(&self, row: usize, #[comptime] set: usize, #[comptime] p: Product) -> f32 {
+        let mut sum = self.of_rows[comptime!(set * 2 * BLOCK) + row];
+        if comptime!(p.across() == 2) {
+            sum += self.of_rows[comptime!((set * 2 + 1) * BLOCK) + row];
+        }
+        sum
     }
 }
 
-/// Reads a block's rows of one head times `factor`; rows past the last token are 0.
+/// The first row of the block that the query of `row` sees, [`BLOCK`] for a row past the last token.
 #[cube]
-pub fn load_head<E: Numeric>(
-    arena: &mut SharedMemory<f32>,
-    source: &HeadQuads<E>,
+pub fn first_visible(
+    visibility: &Visibility,
+    of: &BlockOf,
+    row: usize,
+    shape: &BlockShape,
+    #[comptime] config: BlockConfig,
+) -> usize {
+    let mut first = 0usize;
+    if row < of.count {
+        if comptime!(config.window) {
+            let window = visibility.window as usize;
+            if row >= window {
+                first = row - window + 1;
+            }
+        }
+        if comptime!(config.documents) {
+            let documents = visibility.documents.as_ref().unwrap();
+            let at = of.batch * shape.tokens as usize + of.first() + row;
+            let start = documents[at] as usize;
+            if start > of.first() + first {
+                first = start - of.first();
+            }
+        }
+    } else {
+        first = BLOCK.runtime();
+    }
+    first
+}
+
+/// Starts to read a block's rows of one head; rows past the last token are 0.
+#[cube]
+pub fn start_head(
+    arena: &mut SharedMemory<Chunk>,
+    source: &HeadChunks,
     of: &BlockOf,
     head: usize,
-    factor: f32,
-    #[comptime] to: Place,
-    #[comptime] dim: usize,
+    #[comptime] to: Operand,
+    #[comptime] config: BlockConfig,
 ) {
-    let mut quads = quads_mut(arena);
-    let base = source.strides.base(of.batch, head) + of.first() * source.strides.row as usize;
+    let (base, stride) = of.rows(head, &source.strides);
+    let d = config.head_dim;
+    start_load(arena, &source.chunks, base, stride, of.count, to.high, BLOCK, d);
+}
+
+/// Starts to read the block's inverse G from `[blocks, 2, 64, 64]`.
+#[cube]
+pub fn start_inverse(
+    arena: &mut SharedMemory<Chunk>,
+    inverses: &Array<Chunk>,
+    #[comptime] to: Operand,
+) {
+    let base = CUBE_POS_X as usize * comptime!(2 * BLOCK * SQUARE_CHUNKS);
+    let (stride, rows) = (SQUARE_CHUNKS.runtime(), BLOCK.runtime());
+    start_load(arena, inverses, base, stride, rows, to.high, BLOCK, BLOCK);
+    if let Some(low) = comptime!(to.low) {
+        let base = base + comptime!(BLOCK * SQUARE_CHUNKS);
+        start_load(arena, inverses, base, stride, rows, low, BLOCK, BLOCK);
+    }
+}
+
+/// Numbers, rounded, and the rest, rounded.
+#[cube]
+pub fn split(first: Quad, second: Quad, factor: f32) -> (Chunk, Chunk) {
+    let mut high = Chunk::cast_from(0f32);
+    let mut low = Chunk::cast_from(0f32);
     #[unroll]
-    for round in 0..comptime!(rounds_of(BLOCK, dim)) {
-        let own = RowQuad::of_round(round, BLOCK, dim);
-        if own.exists {
-            // No read depends on a condition: the compiler would wait for each before it starts the next.
-            let row = min(own.row, of.count - 1);
-            let chunk = base + row * source.strides.row as usize;
-            let at = chunk * comptime!(CHUNK / 4) + own.quad;
-            let factor = select(own.row < of.count, factor, 0f32);
-            quads[own.at(to)] = Quad::cast_from(source.quads[at]) * Quad::cast_from(factor);
+    for i in 0..CHUNK {
+        let mut value = first[comptime!(i % 4)];
+        if comptime!(i >= 4) {
+            value = second[comptime!(i % 4)];
         }
+        let value = value * factor;
+        let nearest = bf16::cast_from(value);
+        high[i] = nearest;
+        low[i] = bf16::cast_from(value - f32::cast_from(nearest));
     }
+    (high, low)
 }
 
-/// Reads `rows` rows, `stride` quads apart, from quad `base` of global memory on.
+/// Reads rows of f32 numbers, times `factor`, `stride` quads apart, from quad `base` on. Those from `count` on are 0.
 #[cube]
-pub fn load_rows(
-    arena: &mut SharedMemory<f32>,
-    memory: &Array<Quad>,
-    base: usize,
-    stride: usize,
-    #[comptime] to: Place,
-    #[comptime] rows: usize,
-    #[comptime] dim: usize,
-) {
-    let mut quads = quads_mut(arena);
-    for round in 0..comptime!(rounds_of(rows, dim)) {
-        let own = RowQuad::of_round(round, rows, dim);
-        if own.exists {
-            quads[own.at(to)] = memory[base + own.row * stride + own.quad];
-        }
-    }
-}
-
-/// As [`load_rows`], added to what is there.
-#[cube]
-pub fn add_rows(
-    arena: &mut SharedMemory<f32>,
-    memory: &Array<Quad>,
-    base: usize,
-    stride: usize,
-    #[comptime] to: Place,
-    #[comptime] rows: usize,
-    #[comptime] dim: usize,
-) {
-    let mut quads = quads_mut(arena);
-    for round in 0..comptime!(rounds_of(rows, dim)) {
-        let own = RowQuad::of_round(round, rows, dim);
-        if own.exists {
-            let at = own.at(to);
-            let value = quads[at];
-            quads[at] = value + memory[base + own.row * stride + own.quad];
-        }
-    }
-}
-
-/// Writes the rows of a tensor of any type, those before `count`, times `factor`.
-#[cube]
-pub fn store_rows<E: Numeric>(
-    arena: &SharedMemory<f32>,
-    memory: &mut Array<Vector<E, Const<4>>>,
+pub fn load_split(
+    arena: &mut SharedMemory<Chunk>,
+    source: &Array<Quad>,
     base: usize,
     stride: usize,
     count: usize,
     factor: f32,
-    #[comptime] from: Place,
-    #[comptime] rows: usize,
-    #[comptime] dim: usize,
+    #[comptime] to: Operand,
+    #[comptime] columns: usize,
 ) {
-    let quads = quads(arena);
-    for round in 0..comptime!(rounds_of(rows, dim)) {
-        let own = RowQuad::of_round(round, rows, dim);
-        if own.exists && own.row < count {
-            let value = quads[own.at(from)] * Quad::cast_from(factor);
-            memory[base + own.row * stride + own.quad] = Vector::cast_from(value);
+    let low = comptime!(to.low.expect("the sum of two matrices"));
+    #[unroll]
+    for round in 0..comptime!(rounds(BLOCK, columns)) {
+        let at = Own::new(round, BLOCK, columns);
+        if at.exists {
+            // No read depends on a condition: the compiler would wait for each before it starts the next.
+            let from = base + min(at.row, count - 1) * stride + at.chunk * 2;
+            let factor = select(at.row < count, factor, 0f32);
+            let (high_chunk, low_chunk) = split(source[from], source[from + 1], factor);
+            arena[to.high.at + at.row * to.high.row + at.chunk] = high_chunk;
+            arena[low.at + at.row * low.row + at.chunk] = low_chunk;
         }
     }
 }
 
-/// Copies rows in shared memory.
+/// Reads w, and w times β to the place of Y.
 #[cube]
-pub fn copy_rows(
-    arena: &mut SharedMemory<f32>,
-    #[comptime] from: Place,
-    #[comptime] to: Place,
-    #[comptime] rows: usize,
-    #[comptime] dim: usize,
+pub fn load_directions(
+    arena: &mut SharedMemory<Chunk>,
+    inputs: &BlockInputs,
+    of: &BlockOf,
+    #[comptime] weighted: bool,
+    #[comptime] config: BlockConfig,
 ) {
-    let mut quads = quads_mut(arena);
-    for round in 0..comptime!(rounds_of(rows, dim)) {
-        let own = RowQuad::of_round(round, rows, dim);
-        if own.exists {
-            let value = quads[own.at(from)];
-            quads[own.at(to)] = value;
+    let d = config.head_dim;
+    let (w, y) = comptime!((config.w(), config.y()));
+    let (w_low, y_low) = comptime!((w.low.expect("two"), y.low.expect("two")));
+    let (base, stride) = of.rows(of.kv_head, &inputs.w.strides);
+    let (betas, beta_stride) = of.betas(inputs);
+    #[unroll]
+    for round in 0..comptime!(rounds(BLOCK, d)) {
+        let at = Own::new(round, BLOCK, d);
+        if at.exists {
+            let row = min(at.row, of.count - 1);
+            let from = (base + row * stride + at.chunk) * 2;
+            let factor = select(at.row < of.count, 1f32, 0f32);
+            let (first, second) = (inputs.w.quads[from], inputs.w.quads[from + 1]);
+            let place = at.row * w.high.row + at.chunk;
+            let (high, low) = split(first, second, factor);
+            arena[w.high.at + place] = high;
+            arena[w_low.at + place] = low;
+            if comptime!(weighted) {
+                let beta = inputs.beta[betas + row * beta_stride];
+                let (high, low) = split(first, second, factor * beta);
+                arena[y.high.at + place] = high;
+                arena[y_low.at + place] = low;
+            }
         }
     }
+}
+
+/// Reads `head_dim` rows of dR, rounded, or the rest of what is rounded.
+#[cube]
+pub fn load_transform(
+    arena: &mut SharedMemory<Chunk>,
+    source: &Array<Quad>,
+    base: usize,
+    #[comptime] rest: bool,
+    #[comptime] to: Matrix,
+    #[comptime] config: BlockConfig,
+) {
+    let d = config.head_dim;
+    #[unroll]
+    for round in 0..comptime!(rounds(d, d)) {
+        let at = Own::new(round, d, d);
+        if at.exists {
+            let from = base + (at.row * comptime!(d / CHUNK) + at.chunk) * 2;
+            let (high, low) = split(source[from], source[from + 1], 1f32);
+            let place = to.at + at.row * to.row + at.chunk;
+            if comptime!(rest) {
+                arena[place] = low;
+            } else {
+                arena[place] = high;
+            }
+        }
+    }
+}
+
+/// Writes an accumulator.
+#[cube]
+pub fn write(
+    arena: &mut SharedMemory<Chunk>,
+    acc: &Accumulator,
+    tile: &WarpTile,
+    #[comptime] to: Operand,
+    #[comptime] p: Product,
+) {
+    let low = comptime!(to.low.expect("the sum of two matrices"));
+    #[unroll]
+    for r in 0..2usize {
+        #[unroll]
+        for f in 0..comptime!(p.fragments()) {
+            let value = acc.index(f)[r];
+            let rest = value - Pair::cast_from(Bf16Pair::cast_from(value));
+            let (row, column) = (tile.row(r), tile.column(f));
+            write_pair(arena, value, row, column, to.high);
+            write_pair(arena, rest, row, column, low);
+        }
+    }
+}
+
+/// The element pair at an even column.
+#[cube]
+pub fn read(
+    arena: &SharedMemory<Chunk>,
+    row: usize,
+    column: usize,
+    #[comptime] from: Operand,
+) -> Pair {
+    let mut value = read_pair(arena, row, column, from.high);
+    if let Some(low) = comptime!(from.low) {
+        value += read_pair(arena, row, column, low);
+    }
+    value
+}
+
+/// Leaves the elements of a square below the diagonal, and those on it if `diagonal`; the others become 0.
+#[cube]
+pub fn keep_lower(
+    acc: &mut Accumulator,
+    tile: &WarpTile,
+    #[comptime] diagonal: bool,
+    #[comptime] p: Product,
+) {
+    let on = comptime!(if diagonal { 1usize } else { 0usize });
+    #[unroll]
+    for r in 0..2usize {
+        let end = tile.row(r) + on;
+        #[unroll]
+        for f in 0..comptime!(p.fragments()) {
+            let column = tile.column(f);
+            let fragment = acc.index_mut(f);
+            let value = fragment[r];
+            let first = select(column < end, value[0], 0f32);
+            let second = select(column + 1 < end, value[1], 0f32);
+            fragment[r] = pair(first, second);
+        }
+    }
+}
+
+/// The sum over the lane's part of row `r` of the products of two accumulators' elements.
+#[cube]
+pub fn dot(a: &Accumulator, b: &Accumulator, #[comptime] r: usize, #[comptime] p: Product) -> f32 {
+    let mut sum = 0f32;
+    #[unroll]
+    for f in 0..comptime!(p.fragments()) {
+        let product = a.index(f)[r] * b.index(f)[r];
+        sum += product[0] + product[1];
+    }
+    sum
 }

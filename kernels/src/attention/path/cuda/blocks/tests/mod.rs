@@ -8,7 +8,7 @@ use burn::backend::{Autodiff, Flex};
 use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 
 use self::oracle::{Case, Results, Shape};
-use super::layout::{BLOCK, BlockConfig, blocks_per_multiprocessor};
+use super::layout::{BLOCK, BlockConfig, two_fit};
 use super::{BlockUpstream, Blocks};
 use crate::Cuda;
 use crate::attention::ExecPath;
@@ -77,28 +77,32 @@ fn run(case: &Case, want: &Results) -> Results {
         .window(case.shape.window)
         .documents(documents.as_ref())
         .decay(decay.as_ref());
-    let forward = blocks_of.forward();
+    let (moved, own) = blocks_of.forward();
 
     let lse = want.lse.iter().zip(&case.beyond);
     let lse: Vec<f32> = lse.map(|(lse, more)| (*lse as f32 + more) / LN_2 as f32).collect();
     let [d_q, d_k, d_v, d_r] = &case.moved;
     let ds = case.ds.each_ref().map(|x| contiguous(&of_queries(x)));
-    let grads = blocks_of.backward(&BlockUpstream {
-        d_o: &rounded(&case.d_o, heads),
-        lse: &of_queries(&lse),
-        delta: &of_queries(&case.delta),
-        d_q: &primitive(float(d_q, [batch, padded, heads, d])),
-        d_k: &primitive(float(d_k, [batch, padded, kv_heads, d])),
-        d_v: &primitive(float(d_v, [batch, padded, kv_heads, d])),
-        d_r: &primitive(float(d_r, [batch, blocks, kv_heads, d, d])),
-        ds: decay.as_ref().map(|_| [&ds[0], &ds[1]]),
-    });
+    let d_v = contiguous(&primitive(float(d_v, [batch, padded, kv_heads, d])));
+    let grads = blocks_of.backward(
+        &moved.inverses,
+        &BlockUpstream {
+            d_o: &rounded(&case.d_o, heads),
+            lse: &of_queries(&lse),
+            delta: &of_queries(&case.delta),
+            d_q: &primitive(float(d_q, [batch, padded, heads, d])),
+            d_k: &primitive(float(d_k, [batch, padded, kv_heads, d])),
+            d_v: &d_v,
+            d_r: &primitive(float(d_r, [batch, blocks, kv_heads, d, d])),
+            ds: decay.as_ref().map(|_| [&ds[0], &ds[1]]),
+        },
+    );
     Results {
-        q: values(&forward.q),
-        k: values(&forward.k),
-        r: values(&forward.r),
-        o: values(&forward.o),
-        lse: values(&forward.lse).iter().map(|lse| lse * LN_2).collect(),
+        q: values(&moved.q),
+        k: values(&moved.k),
+        r: values(&moved.r),
+        o: values(&own.o),
+        lse: values(&own.lse).iter().map(|lse| lse * LN_2).collect(),
         d_q: values(&grads.q),
         d_k: values(&grads.k),
         d_v: values(&grads.v),
@@ -286,24 +290,17 @@ fn recurrences_of_one_block_agree_with_the_cpu_kernel() {
     }
 }
 
-/// 227 KB for a thread block.
+/// 227 KB for a thread block, and two thread blocks of the forward pass on a multiprocessor.
 #[test]
 fn shared_memory_holds_a_block_of_any_width() {
     for head_dim in (16..=128).step_by(16) {
         let config = BlockConfig { head_dim, documents: true, window: true, decay: true };
-        for elements in [config.forward_elements(), config.backward_elements()] {
-            assert!(elements * 4 <= 227 << 10, "{head_dim} channels: {elements} elements");
+        for chunks in [config.forward_chunks(), config.backward_chunks()] {
+            assert!(chunks * 16 + 12 * 64 * 4 <= 227 << 10, "{head_dim} channels: {chunks} chunks");
         }
-        let rows: Vec<usize> =
-            (0..config.transform_parts()).map(|part| config.transform_rows(part)).collect();
-        let place = config.transform_part();
-        assert_eq!(rows.iter().sum::<usize>(), head_dim);
-        for rows in rows {
-            assert!(place.at + rows * place.row <= config.dc().at, "a part of dR");
-            assert!(rows.is_multiple_of(16));
-        }
+        // A part of dR has a row for each channel, where gradients of vectors have one for each token, twice.
+        assert!(head_dim <= 2 * BLOCK);
     }
-    // Two thread blocks on a multiprocessor.
     let config = BlockConfig { head_dim: 64, documents: true, window: true, decay: true };
-    assert_eq!(blocks_per_multiprocessor(config.forward_elements()), 2);
+    assert!(two_fit(config.forward_chunks()));
 }
