@@ -1,6 +1,5 @@
 //! This variant's cases for the conformance suite, decoding, and extreme inputs.
 
-mod timing_tmp;
 mod cuda;
 mod kernel;
 mod numerics;
