@@ -6,9 +6,10 @@
 
 use cubecl::prelude::*;
 
-use super::split::{SplitTile, panels, split_fragments};
+use super::split::{SplitRows, SplitTile, panels, split_fragments};
+use crate::tile::copies::wait_for_chunks;
 use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS, start_abt, start_pb, uninit, wait};
-use crate::tile::{Accumulator, Bf16Pair, PANEL_DIM, Pair};
+use crate::tile::{Accumulator, Bf16Pair, CHUNK, Chunk, PANEL_DIM, Pair};
 
 /// Whose vectors move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -27,25 +28,32 @@ pub struct MoveConfig {
 }
 
 impl MoveConfig {
-    /// Warpgroups of a block: each has 64 rows of a tile, and 64 rows of a transform's gradient.
+    /// Panels of 64 rows or columns, and warpgroups of a block that moves gradients.
     pub const fn groups(self) -> usize {
         panels(self.head_dim)
     }
 
-    /// Threads of a block.
+    /// Threads of a block that moves gradients.
     pub const fn threads(self) -> usize {
         32 * GROUP_WARPS * self.groups()
     }
 
-    /// Rows of a tile.
-    pub const fn rows(self) -> usize {
-        GROUP_ROWS * self.groups()
+    /// Chunks of a tile of vectors.
+    pub const fn tile_chunks(self) -> usize {
+        GROUP_ROWS * self.padded() / CHUNK
     }
 
     /// Channels in shared memory.
     pub const fn padded(self) -> usize {
         PANEL_DIM * self.groups()
     }
+}
+
+/// The panel of a transform's rows, and the pair of parts, of a block that owns 64 rows.
+#[cube]
+pub fn own_panel(#[comptime] config: MoveConfig) -> (usize, usize) {
+    let panels = comptime!(config.groups());
+    (CUBE_POS_X as usize % panels, CUBE_POS_X as usize / panels)
 }
 
 /// The sizes of a level.
@@ -66,13 +74,13 @@ pub struct LevelSizes {
 /// The vectors of one part and head that move, and the transform they meet.
 #[derive(CubeType, Clone, Copy)]
 pub struct Movers {
-    /// The pair of the first vector's first channels in `[batch, tokens, heads, head_dim]`.
+    /// The first chunk of the first vector in `[batch, tokens, heads, head_dim]`.
     pub base: usize,
-    /// Pairs from one token to the next.
+    /// Chunks from one token to the next.
     pub stride: usize,
     /// Tokens.
     pub count: usize,
-    /// The first pair of the transform in `[batch, parts, kv_heads, head_dim, head_dim]`.
+    /// The number of the transform in `[batch, parts, kv_heads]`.
     pub transform: usize,
 }
 
@@ -89,21 +97,16 @@ impl LevelSizes {
     ) -> Movers {
         let (tokens, part) = (self.tokens as usize, self.part as usize);
         let (heads, group) = (self.heads as usize, self.group as usize);
-        let pairs = comptime!(config.head_dim / 2);
+        let chunks = comptime!(config.head_dim / CHUNK);
         let (mut own, mut other) = (2 * pair, 2 * pair + 1);
         if comptime!(moving == Moving::Queries) {
             own = 2 * pair + 1;
             other = 2 * pair;
         }
         let first = own * part;
-        let base = ((batch * tokens + first) * heads + head) * pairs;
+        let base = ((batch * tokens + first) * heads + head) * chunks;
         let at = (batch * self.parts as usize + other) * (heads / group) + head / group;
-        Movers {
-            base,
-            stride: heads * pairs,
-            count: min(part, tokens - first),
-            transform: at * config.head_dim * pairs,
-        }
+        Movers { base, stride: heads * chunks, count: min(part, tokens - first), transform: at }
     }
 }
 
@@ -123,101 +126,147 @@ pub struct AllLevels {
 /// Tokens of a block of [`move_vectors`]: two of the smallest parts.
 pub const MOVED_TOKENS: usize = 2 * GROUP_ROWS;
 
+/// Where a block of [`move_vectors`] is at a level.
+#[derive(CubeType, Clone, Copy)]
+struct AtLevel {
+    /// The level.
+    level: u32,
+    /// Parts of a sequence.
+    parts: usize,
+    /// The part of the block's first token.
+    first: usize,
+    /// The number of the level's first transform among those above the first level.
+    transforms: usize,
+}
+
+#[cube]
+impl AtLevel {
+    /// The next level.
+    fn above(&self, kv_heads: usize) -> AtLevel {
+        let mut transforms = self.transforms;
+        if self.level > 0 {
+            transforms += CUBE_COUNT_Z as usize * self.parts * kv_heads;
+        }
+        AtLevel {
+            level: self.level + 1,
+            parts: (self.parts + 1) / 2,
+            first: self.first / 2,
+            transforms,
+        }
+    }
+
+    /// Whether vectors of the block move. They all do so by one transform.
+    fn moves(&self, levels: u32, #[comptime] moving: Moving) -> bool {
+        let mut some = (self.level == 0) | (self.first % 2 == 1);
+        if comptime!(moving == Moving::Keys) {
+            some = self.first % 2 == 0;
+        }
+        some & (self.first / 2 * 2 + 1 < self.parts) & (self.level + 1 < levels)
+    }
+
+    /// Starts to copy their transform, if they do.
+    fn start_copy(
+        &self,
+        transform: &mut SplitTile,
+        blocks: &Array<Chunk>,
+        above: &Array<Chunk>,
+        sizes: &AllLevels,
+        #[comptime] moving: Moving,
+        #[comptime] config: MoveConfig,
+    ) {
+        let threads = comptime!(MOVED_TOKENS * 2);
+        if self.moves(sizes.levels, moving) {
+            let mut other = self.first / 2 * 2;
+            if comptime!(moving == Moving::Keys) {
+                other += 1;
+            }
+            let kv_heads = (sizes.heads / sizes.group) as usize;
+            let kv_head = (CUBE_POS_Y / sizes.group) as usize;
+            let number = (CUBE_POS_Z as usize * self.parts + other) * kv_heads + kv_head;
+            let at = transform.at(self.level as usize % 2);
+            if self.level == 0 {
+                let rows = SplitRows::of_matrix(number, config.head_dim);
+                transform.start_copy(at, blocks, &rows, threads);
+            } else {
+                let rows = SplitRows::of_matrix(self.transforms + number, config.head_dim);
+                transform.start_copy(at, above, &rows, threads);
+            }
+        }
+    }
+}
+
 /// Moves vectors through all levels, and writes what each level's scores are computed from.
 ///
 /// - `x`: the vectors of the first level, `[batch, tokens, heads, head_dim]`
 /// - `rows`: one level after the other, each `[batch · pairs, part, heads, head_dim]`
-/// - `blocks`: R of the first level's parts, `[batch, parts, kv_heads, head_dim, head_dim]`
+/// - `blocks`: R of the first level's parts, `[batch, parts, kv_heads, 2, head_dim, head_dim]`
 /// - `above`: R of the further levels, one after the other, each like `blocks`
 ///
-/// Grid: tokens by [`MOVED_TOKENS`], heads, batch; 256 threads. A warpgroup keeps 64 vectors in registers.
+/// Grid: tokens by [`MOVED_TOKENS`], heads, batch; 256 threads. A warpgroup keeps 64 vectors in registers. The next
+/// level's transform is copied while vectors move by this one's.
 #[cube(launch_unchecked, address_type = "u64")]
 pub fn move_vectors(
     x: &Array<Pair>,
     rows: &mut Array<Bf16Pair>,
-    blocks: &Array<Pair>,
-    above: &Array<Pair>,
+    blocks: &Array<Chunk>,
+    above: &Array<Chunk>,
     sizes: AllLevels,
     #[comptime] moving: Moving,
     #[comptime] config: MoveConfig,
 ) {
     let MoveConfig { head_dim, .. } = comptime!(config);
-    let (row_pairs, threads) = comptime!((head_dim / 2, MOVED_TOKENS * 2));
+    let row_pairs = comptime!(head_dim / 2);
     let (head, batch) = (CUBE_POS_Y as usize, CUBE_POS_Z as usize);
     let (heads, tokens) = (sizes.heads as usize, sizes.tokens as usize);
     let kv_heads = heads / sizes.group as usize;
-    let kv_head = head / sizes.group as usize;
+    let mut transform = SplitTile::new(head_dim, comptime!(config.padded()), 2usize);
+    let mut at = AtLevel {
+        level: 0u32.runtime(),
+        parts: tokens / GROUP_ROWS,
+        first: CUBE_POS_X as usize * 2,
+        transforms: 0usize.runtime(),
+    };
+    at.start_copy(&mut transform, blocks, above, &sizes, moving, config);
+
     let warp = plane_shuffle(UNIT_POS / 32, 0u32) as usize;
     let block = CUBE_POS_X as usize * 2 + warp / GROUP_WARPS;
     let exists = block * GROUP_ROWS < tokens;
     let token = block * GROUP_ROWS + warp % GROUP_WARPS * 16 + UNIT_POS_PLANE as usize / 4;
     let mut vectors = crate::tile::zeros(comptime!(head_dim / 8));
     if exists {
-        read(
-            &mut vectors,
-            x,
-            ((batch * tokens + token) * heads + head) * row_pairs,
-            heads * row_pairs,
-        );
+        let base = ((batch * tokens + token) * heads + head) * row_pairs;
+        read(&mut vectors, x, base, heads * row_pairs);
     }
-    let mut transform = SplitTile::new(head_dim, comptime!(config.padded()));
-
     let mut part = GROUP_ROWS.runtime();
-    let mut parts = tokens / GROUP_ROWS;
     let mut position = block;
-    let mut common = CUBE_POS_X as usize * 2;
-    let (mut level_rows, mut level_transforms) = (0usize.runtime(), 0usize.runtime());
-    for level in 0..sizes.levels {
-        let pairs = parts / 2;
+    let mut level_rows = 0usize.runtime();
+    for _ in 0..sizes.levels {
+        wait_for_chunks();
+        sync_async_proxy_shared();
+        sync_cube();
+        let next = at.above(kv_heads);
+        next.start_copy(&mut transform, blocks, above, &sizes, moving, config);
+        let pairs = at.parts / 2;
         let mut moves = exists & (position % 2 == 1);
         if comptime!(moving == Moving::Keys) {
-            moves = exists & (position % 2 == 0) & (position + 1 < parts);
+            moves = exists & (position % 2 == 0) & (position + 1 < at.parts);
         }
         if moves {
             let in_part = token - position * part;
             let row = ((batch * pairs + position / 2) * part + in_part) * heads + head;
             write(&vectors, rows, level_rows + row * row_pairs, heads * row_pairs);
-        }
-        // All vectors of a block move by one transform, if any do.
-        let first = common / 2 * 2;
-        let mut needed = (level == 0) | (common % 2 == 1);
-        let mut other = first;
-        if comptime!(moving == Moving::Keys) {
-            needed = common % 2 == 0;
-            other = first + 1;
-        }
-        if needed & (first + 1 < parts) & (level + 1 < sizes.levels) {
-            let from =
-                ((batch * parts + other) * kv_heads + kv_head) * comptime!(head_dim * head_dim / 2);
-            if level == 0 {
-                transform.load(blocks, from, row_pairs, head_dim, head_dim, threads);
-            } else {
-                transform.load(
-                    above,
-                    level_transforms + from,
-                    row_pairs,
-                    head_dim,
-                    head_dim,
-                    threads,
-                );
+            if at.moves(sizes.levels, moving) {
+                let of_level = transform.at(at.level as usize % 2);
+                advance(&mut vectors, &transform, of_level, moving, config);
             }
-            sync_async_proxy_shared();
-            sync_cube();
-            if moves {
-                advance(&mut vectors, &transform, moving, config);
-            }
-            // Before the transform's place is written again.
-            sync_cube();
         }
         level_rows += sizes.batch_rows(pairs * part) * row_pairs;
-        if level > 0 {
-            level_transforms +=
-                CUBE_COUNT_Z as usize * parts * kv_heads * comptime!(head_dim * head_dim / 2);
-        }
-        part *= 2;
-        parts = (parts + 1) / 2;
+        at.level = next.level;
+        at.parts = next.parts;
+        at.first = next.first;
+        at.transforms = next.transforms;
         position /= 2;
-        common /= 2;
+        part *= 2;
     }
 }
 
@@ -260,21 +309,21 @@ fn write(vectors: &Accumulator, rows: &mut Array<Bf16Pair>, base: usize, stride:
 fn advance(
     vectors: &mut Accumulator,
     transform: &SplitTile,
+    at: usize,
     #[comptime] moving: Moving,
     #[comptime] config: MoveConfig,
 ) {
     let n_dim = comptime!(config.head_dim / 8);
     let (high, low) = split_fragments(vectors, n_dim);
     let mut acc = crate::tile::zeros(n_dim);
-    let zero = usize::cast_from(0u32);
     if comptime!(moving == Moving::Queries) {
-        start_abt(&low, &transform.high, zero, &mut acc, false, n_dim);
-        start_abt(&high, &transform.low, zero, &mut acc, false, n_dim);
-        start_abt(&high, &transform.high, zero, &mut acc, false, n_dim);
+        start_abt(&low, &transform.high, at, &mut acc, false, n_dim);
+        start_abt(&high, &transform.low, at, &mut acc, false, n_dim);
+        start_abt(&high, &transform.high, at, &mut acc, false, n_dim);
     } else {
-        start_pb(&low, &transform.high, zero, &mut acc);
-        start_pb(&high, &transform.low, zero, &mut acc);
-        start_pb(&high, &transform.high, zero, &mut acc);
+        start_pb(&low, &transform.high, at, &mut acc);
+        start_pb(&high, &transform.low, at, &mut acc);
+        start_pb(&high, &transform.high, at, &mut acc);
     }
     wait(&mut acc, 0usize);
     #[unroll]
@@ -287,55 +336,48 @@ fn advance(
     }
 }
 
-/// R of the next level's parts, `[batch, parts / 2 rounded up, kv_heads, head_dim, head_dim]`, from those of this
-/// level, `[batch, parts, kv_heads, head_dim, head_dim]`.
+/// R of the next level's parts, `[batch, parts / 2 rounded up, kv_heads, 2, head_dim, head_dim]`, from those of this
+/// level, `[batch, parts, kv_heads, 2, head_dim, head_dim]`.
 ///
-/// Grid: parts of the next level, kv_heads, batch.
+/// Grid: panels of 64 rows of the next level's parts, kv_heads, batch; a warpgroup.
 #[cube(launch_unchecked, address_type = "u64")]
 pub fn merge_transforms(
-    transforms: &Array<Pair>,
-    merged: &mut Array<Pair>,
+    transforms: &Array<Chunk>,
+    merged: &mut Array<Chunk>,
     parts: u32,
     #[comptime] config: MoveConfig,
 ) {
     let MoveConfig { head_dim, .. } = comptime!(config);
-    let (rows, threads, padded) = comptime!((config.rows(), config.threads(), config.padded()));
-    let elements = comptime!(head_dim * head_dim / 2);
-    let (pair, head, batch) = (CUBE_POS_X as usize, CUBE_POS_Y as usize, CUBE_POS_Z as usize);
+    let (threads, padded) = comptime!((32 * GROUP_WARPS, config.padded()));
+    let (panel, pair) = own_panel(config);
+    let (head, batch) = (CUBE_POS_Y as usize, CUBE_POS_Z as usize);
     let (heads, parts) = (CUBE_COUNT_Y as usize, parts as usize);
-    let first = ((batch * parts + 2 * pair) * heads + head) * elements;
-    let second = first + heads * elements;
-    let to = ((batch * CUBE_COUNT_X as usize + pair) * heads + head) * elements;
-    let mut left = SplitTile::new(rows, padded);
-    let mut right = SplitTile::new(head_dim, padded);
+    let first = (batch * parts + 2 * pair) * heads + head;
+    let own = (batch * ((parts + 1) / 2) + pair) * heads + head;
+    let row = panel * GROUP_ROWS;
+    let to = SplitRows::of_matrix(own, head_dim).rows(row);
+    let mut left = SplitTile::new(GROUP_ROWS, padded, 1usize);
+    let of_first = SplitRows::of_matrix(first, head_dim).rows(row);
+    let zero = 0usize.runtime();
+    left.start_copy(zero, transforms, &of_first, threads);
     if 2 * pair + 1 < parts {
-        let stride = comptime!(head_dim / 2);
-        left.load(transforms, first, stride, head_dim, head_dim, threads);
-        right.load(transforms, second, stride, head_dim, head_dim, threads);
+        let mut right = SplitTile::new(padded, padded, 1usize);
+        let of_second = SplitRows::of_matrix(first + heads, head_dim);
+        right.start_copy(zero, transforms, &of_second, threads);
+        wait_for_chunks();
         sync_async_proxy_shared();
         sync_cube();
         let warp = plane_shuffle(UNIT_POS / 32, 0u32) as usize;
         let mut acc = uninit(comptime!(head_dim / 8));
-        left.start_ab(warp / GROUP_WARPS * GROUP_ROWS, &right, &mut acc);
+        left.start_ab(zero, &right, &mut acc, true);
         wait(&mut acc, 0usize);
-        let lane = UNIT_POS_PLANE as usize;
-        #[unroll]
-        for r in 0..2usize {
-            let row = warp * 16 + r * 8 + lane / 4;
-            if row < head_dim {
-                #[unroll]
-                for n in 0..comptime!(head_dim / 8) {
-                    let at = row * stride + n * 4 + lane % 4;
-                    let sum = transforms[first + at] + transforms[second + at];
-                    merged[to + at] = sum - acc.index(n)[r];
-                }
-            }
-        }
+        // Before the tile of R_first changes.
+        sync_cube();
+        right.take_off(&mut acc, row + warp * 16);
+        left.subtract(zero, &acc, warp * 16, zero);
     } else {
-        let mut at = UNIT_POS as usize;
-        while at < elements {
-            merged[to + at] = transforms[first + at];
-            at += threads;
-        }
+        wait_for_chunks();
     }
+    sync_cube();
+    left.store(zero, zero, merged, &to, GROUP_ROWS, threads);
 }

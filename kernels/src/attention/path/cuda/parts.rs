@@ -233,6 +233,32 @@ impl Level {
         }
     }
 
+    /// `added`, `[batch · pairs, heads, part, channels]` in bf16, at its tokens in `half` of the pairs, and 0 elsewhere, as the
+    /// sum of two, `[2, batch, tokens, heads, channels]`.
+    pub fn spread(&self, added: &CudaTensor, half: Half) -> CudaTensor {
+        let added = Heads::new(added);
+        let [_, heads, _, channels] = added.dims;
+        let shape = [2, self.batch, self.tokens, heads, channels];
+        let all = empty(&added.tensor, &shape, DType::BF16);
+        let count = elements(&all) / 2 / CHUNK;
+        // SAFETY: a thread writes two chunks.
+        unsafe {
+            spread_part::launch_unchecked::<CudaRuntime>(
+                &added.tensor.client,
+                blocks(count, THREADS),
+                dim(THREADS),
+                buffer(&added.tensor, CHUNK),
+                buffer(&all, CHUNK),
+                added.row_strides(),
+                self.sizes(half, heads),
+                as_u32(count),
+                as_u32(self.tokens),
+                as_u32(channels / CHUNK),
+            );
+        }
+        all
+    }
+
     /// Adds `added`, `[batch · pairs, heads, part, channels]` in bf16, to `half` of the pairs of `x`,
     /// `[batch, tokens, heads, channels]` in f32.
     pub fn add(&self, x: &CudaTensor, added: &CudaTensor, half: Half) {
@@ -341,6 +367,38 @@ fn copy_part(
             value = x[row + place.unit];
         }
         copy[at] = value;
+    }
+}
+
+/// Chunks of one part of every pair as `[2, batch, tokens, heads, chunks]`, 0 elsewhere.
+#[cube(launch_unchecked, address_type = "u64")]
+fn spread_part(
+    added: &Array<Chunk>,
+    all: &mut Array<Chunk>,
+    strides: RowStrides,
+    sizes: PartSizes,
+    count: u32,
+    tokens: u32,
+    chunks: u32,
+) {
+    let at = ABSOLUTE_POS;
+    if at < count as usize {
+        let at = at as u32;
+        let (chunk, row) = (at % chunks, at / chunks);
+        let (head, token) = (row % sizes.heads, row / sizes.heads % tokens);
+        let batch = row / sizes.heads / tokens;
+        let (pair, in_pair) = (token / sizes.part / 2, token % (2 * sizes.part));
+        let exists =
+            (pair < sizes.pairs) & (in_pair >= sizes.first) & (in_pair < sizes.first + sizes.part);
+        let mut value = Chunk::cast_from(0f32);
+        if exists {
+            let sequence = (batch * sizes.pairs + pair) as usize;
+            let in_part = (in_pair - sizes.first) as usize;
+            let row = strides.base(sequence, head as usize) + in_part * strides.row as usize;
+            value = added[row + chunk as usize];
+        }
+        all[at as usize] = value;
+        all[at as usize + count as usize] = Chunk::cast_from(0f32);
     }
 }
 

@@ -8,18 +8,18 @@ use cubecl::prelude::*;
 use super::forward::{add_rows, begin, begin_head};
 use super::layout::{BLOCK, BlockConfig, Operand, SQUARES};
 use super::memory::{
-    BlockInputs, BlockOf, BlockShape, HeadChunks, Numbers, dot, first_visible, keep_lower,
-    load_split, load_transform, read, start_head, start_inverse, write,
+    BlockInputs, BlockOf, BlockShape, HeadChunks, Numbers, dot, first_visible, keep_lower, read,
+    start_head, start_inverse, write,
 };
 use crate::attention::flash::HeadPairs;
 use crate::tile::matrix::{
-    Product, WarpTile, add_product, pair, read_numbers, scale, scale_rows, write_numbers,
+    Product, WarpTile, add_product, read_numbers, scale, scale_rows, write_numbers,
 };
-use crate::tile::product::Quad;
-use crate::tile::rows::finish_loads;
+use crate::tile::rows::{finish_loads, start_load};
 use crate::tile::{Accumulator, CHUNK, Chunk, Pair, define_exp2, exp2, zeros};
 
-/// The gradients that the pass starts from; N is the number of tokens rounded up to whole blocks.
+/// The gradients that the pass starts from; N is the number of tokens rounded up to whole blocks. Those of q, k and R are
+/// sums of two.
 #[derive(CubeType, CubeLaunch)]
 pub struct Upstream {
     /// dO, `[batch, heads, tokens, head_dim]`.
@@ -28,14 +28,14 @@ pub struct Upstream {
     pub lse: Array<f32>,
     /// δ = o · dO, `[batch, heads, tokens]`.
     pub delta: Array<f32>,
-    /// Of the moved queries, `[batch, N, heads, head_dim]`.
-    pub q: Array<Quad>,
-    /// Of the moved keys, `[batch, N, kv_heads, head_dim]`.
-    pub k: Array<Quad>,
+    /// Of the moved queries, `[2, batch, N, heads, head_dim]`.
+    pub q: Array<Chunk>,
+    /// Of the moved keys, `[2, batch, N, kv_heads, head_dim]`.
+    pub k: Array<Chunk>,
     /// Of v so far, `[batch, N, kv_heads, head_dim]`. With several heads of a group, the sum over heads is kept here.
     pub v: Array<Pair>,
-    /// Of R, `[batch, N/64, kv_heads, head_dim, head_dim]`.
-    pub r: Array<Quad>,
+    /// Of R, `[batch, N/64, kv_heads, 2, head_dim, head_dim]`.
+    pub r: Array<Chunk>,
 }
 
 /// The gradients that the pass writes.
@@ -119,7 +119,7 @@ pub fn backward(
     scale(&mut sums.w, shape.scale, comptime!(vectors.fragments()));
     sync_cube();
     transform_back(&mut arena, inverses, upstream, &mut sums, &of, &shape, config);
-    solve_back(&mut arena, &mut numbers, upstream, gradients, &mut sums, &of, &shape, config);
+    solve_back(&mut arena, &mut numbers, gradients, &mut sums, &of, &shape, config);
 }
 
 /// A product whose result has the size of a block's vectors.
@@ -302,14 +302,12 @@ fn move_back(
     shape: &BlockShape,
     #[comptime] config: BlockConfig,
 ) {
-    let d = config.head_dim;
     let (w, k, y, m) = comptime!((config.w(), config.k(), config.y(), config.m()));
     let (q, c, x) = comptime!((config.q(), config.c(), config.x()));
     let (ds, dc) = comptime!((config.ds(), config.dc()));
     let heads = shape.heads as usize;
-    let base = of.padded_row(head, heads) * comptime!(d / 4);
-    load_split(arena, &upstream.q, base, heads * comptime!(d / 4), BLOCK.runtime(), 1f32, x, d);
-    sync_cube();
+    start_moved(arena, &upstream.q, of, head, heads, shape, config);
+    finish_loads();
 
     // 1. dc = −(dS mᵀ + dq̃ Yᵀ); m, Y and k.
     let p = comptime!(Operand::abt(ds, m, SQUARES));
@@ -343,6 +341,28 @@ fn move_back(
     }
 }
 
+/// Starts to read the gradients of a head's moved vectors, of which there are `heads`.
+#[cube]
+fn start_moved(
+    arena: &mut SharedMemory<Chunk>,
+    source: &Array<Chunk>,
+    of: &BlockOf,
+    head: usize,
+    heads: usize,
+    shape: &BlockShape,
+    #[comptime] config: BlockConfig,
+) {
+    let d = config.head_dim;
+    let (x, chunks) = comptime!((config.x(), d / CHUNK));
+    let low = comptime!(x.low.expect("the sum of two matrices"));
+    let base = of.padded_row(head, heads) * chunks;
+    let (stride, rows) = (heads * chunks, BLOCK.runtime());
+    let group = heads / shape.kv_heads as usize;
+    let to_low = CUBE_COUNT_X as usize * group * comptime!(BLOCK * chunks);
+    start_load(arena, source, base, stride, rows, x.high, BLOCK, d);
+    start_load(arena, source, base + to_low, stride, rows, low, BLOCK, d);
+}
+
 /// The gradients of the moved keys and of R: adds to those of m, Y and w. Then the first two are in shared memory, and G is in
 /// the place of c.
 #[cube]
@@ -361,12 +381,13 @@ fn transform_back(
     let tile = WarpTile::new(p);
 
     // 1. dY += W dRᵀ and dW += Y dR, of dR rounded, and of the rest.
-    let base = of.transform(shape) * comptime!(d * d / 4);
     #[unroll]
     for part in 0..2usize {
         let rest = comptime!(part == 1);
-        load_transform(arena, &upstream.r, base, rest, comptime!(x.high), config);
-        sync_cube();
+        let (stride, rows) = (comptime!(d / CHUNK).runtime(), d.runtime());
+        let base = (of.transform(shape) * 2 + part) * comptime!(d * d / CHUNK);
+        start_load(arena, &upstream.r, base, stride, rows, comptime!(x.high), d, d);
+        finish_loads();
         let d_r = comptime!(x.rounded());
         let of_w = comptime!(if rest { w.rounded() } else { w });
         let of_y = comptime!(if rest { y.rounded() } else { y });
@@ -378,19 +399,21 @@ fn transform_back(
         sync_cube();
     }
 
-    // 2. dm −= W dk̃ᵀ and dW −= m dk̃.
-    let kv_heads = shape.kv_heads as usize;
-    let base = of.padded_row(of.kv_head, kv_heads) * comptime!(d / 4);
-    let stride = kv_heads * comptime!(d / 4);
-    load_split(arena, &upstream.k, base, stride, BLOCK.runtime(), -1f32, x, d);
+    // 2. dK += dk̃, dm −= W dk̃ᵀ and dW −= m dk̃.
+    start_moved(arena, &upstream.k, of, of.kv_head, shape.kv_heads as usize, shape, config);
     start_inverse(arena, inverses, comptime!(config.c()));
     finish_loads();
     let of_m = comptime!(Operand::abt(w, x, config.over_channels()));
     let square = WarpTile::new(of_m);
+    scale(&mut sums.m, -1f32, comptime!(of_m.fragments()));
     add_product(arena, &mut sums.m, &square, of_m);
+    scale(&mut sums.m, -1f32, comptime!(of_m.fragments()));
     if tile.exists {
         let of_w = comptime!(Operand::ab(m, x, config.over_tokens()));
+        scale(&mut sums.w, -1f32, comptime!(p.fragments()));
         add_product(arena, &mut sums.w, &tile, of_w);
+        scale(&mut sums.w, -1f32, comptime!(p.fragments()));
+        add_rows(arena, &mut sums.k, &tile, 1f32, x, p);
     }
     sync_cube();
     write(arena, &sums.m, &square, comptime!(config.ds()), of_m);
@@ -405,14 +428,12 @@ fn transform_back(
 fn solve_back(
     arena: &mut SharedMemory<Chunk>,
     numbers: &mut Numbers,
-    upstream: &Upstream,
     gradients: &mut BlockGradients,
     sums: &mut Sums,
     of: &BlockOf,
     shape: &BlockShape,
     #[comptime] config: BlockConfig,
 ) {
-    let d = config.head_dim;
     let (w, k, y, m) = comptime!((config.w(), config.k(), config.y(), config.m()));
     let (c, x, ds, dc) = comptime!((config.c(), config.x(), config.ds(), config.dc()));
 
@@ -498,21 +519,6 @@ fn solve_back(
         add_product(arena, &mut sums.w, &tile, comptime!(Operand::ab(c, k, sizes)));
         add_product(arena, &mut sums.k, &tile, comptime!(Operand::atb(c, w, sizes)));
         store::<f32>(&mut gradients.w, &sums.w, &tile, of, of.kv_head, vectors);
-        let kv_heads = shape.kv_heads as usize;
-        let base = of.padded_row(of.kv_head, kv_heads) * comptime!(d / 4);
-        #[unroll]
-        for r in 0..2usize {
-            let row = base + tile.row(r) * kv_heads * comptime!(d / 4);
-            #[unroll]
-            for f in 0..comptime!(vectors.fragments()) {
-                let column = tile.column(f);
-                let quad = upstream.k[row + column / 4];
-                let second = column % 4 == 2;
-                let own = pair(select(second, quad[2], quad[0]), select(second, quad[3], quad[1]));
-                let fragment = sums.k.index_mut(f);
-                fragment[r] += own;
-            }
-        }
         store::<bf16>(&mut gradients.k, &sums.k, &tile, of, of.kv_head, vectors);
     }
 }

@@ -11,7 +11,9 @@ use crate::tile::matrix::{Product, WarpTile, add_product, pair, scale, scale_row
 use crate::tile::product::THREADS;
 use crate::tile::roles::two_blocks_per_multiprocessor;
 use crate::tile::rows::finish_loads;
-use crate::tile::{Accumulator, Chunk, MASKED, Pair, define_exp2, exp2, log2, sum_of_four, zeros};
+use crate::tile::{
+    Accumulator, Bf16Pair, Chunk, MASKED, Pair, define_exp2, exp2, log2, sum_of_four, zeros,
+};
 
 /// The moved vectors and the transforms; N is the number of tokens rounded up to whole blocks. Rows past the last token
 /// are 0.
@@ -21,8 +23,8 @@ pub struct MovedOutputs {
     pub q: Array<Pair>,
     /// The keys moved to the ends of their blocks, `[batch, N, kv_heads, head_dim]`.
     pub k: Array<Pair>,
-    /// R, `[batch, N/64, kv_heads, head_dim, head_dim]`.
-    pub r: Array<Pair>,
+    /// R, as the sum of two, `[batch, N/64, kv_heads, 2, head_dim, head_dim]`.
+    pub r: Array<Bf16Pair>,
 }
 
 /// Attention over the keys of the query's own block.
@@ -63,8 +65,7 @@ pub fn forward(
     if tile.exists {
         let mut acc = zeros(comptime!(p.fragments()));
         add_product(&arena, &mut acc, &tile, p);
-        let base = of.transform(&shape) * comptime!(d * d / 2);
-        write_numbers(&mut moved.r, &acc, &tile, base, comptime!(d / 2).runtime(), p);
+        write_transform(&mut moved.r, &acc, &tile, of.transform(&shape) * comptime!(d * d), d, p);
     }
 
     // 2. The keys, K − mᵀ W.
@@ -187,6 +188,31 @@ pub fn begin_head(
     scale(&mut scores, shape.scale, comptime!(p.fragments()));
     sync_cube();
     scores
+}
+
+/// Writes an accumulator as the sum of two matrices, the first one from pair `base` on.
+#[cube]
+fn write_transform(
+    to: &mut Array<Bf16Pair>,
+    acc: &Accumulator,
+    tile: &WarpTile,
+    base: usize,
+    #[comptime] d: usize,
+    #[comptime] p: Product,
+) {
+    let stride = comptime!(d / 2);
+    #[unroll]
+    for r in 0..2usize {
+        #[unroll]
+        for f in 0..comptime!(p.fragments()) {
+            let value = acc.index(f)[r];
+            let nearest = Bf16Pair::cast_from(value);
+            let at = base + tile.row(r) * stride + tile.column(f) / 2;
+            to[at] = nearest;
+            to[at + comptime!(2 * stride * stride)] =
+                Bf16Pair::cast_from(value - Pair::cast_from(nearest));
+        }
+    }
 }
 
 /// Adds a factor times rows in shared memory.

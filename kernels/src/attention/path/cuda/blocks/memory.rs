@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 use super::layout::{BLOCK, BlockConfig, Operand};
 use crate::attention::decay::Sums;
 use crate::attention::flash::Strides;
-use crate::tile::matrix::{Matrix, Product, WarpTile, pair, read_pair, write_pair};
+use crate::tile::matrix::{Product, WarpTile, pair, read_pair, write_pair};
 use crate::tile::product::Quad;
 use crate::tile::rows::{Own, rounds, start_load};
 use crate::tile::{Accumulator, Bf16Pair, CHUNK, Chunk, Pair, RowStrides, sum_of_four};
@@ -312,33 +312,6 @@ pub fn split(first: Quad, second: Quad, factor: f32) -> (Chunk, Chunk) {
     (high, low)
 }
 
-/// Reads rows of f32 numbers, times `factor`, `stride` quads apart, from quad `base` on. Those from `count` on are 0.
-#[cube]
-pub fn load_split(
-    arena: &mut SharedMemory<Chunk>,
-    source: &Array<Quad>,
-    base: usize,
-    stride: usize,
-    count: usize,
-    factor: f32,
-    #[comptime] to: Operand,
-    #[comptime] columns: usize,
-) {
-    let low = comptime!(to.low.expect("the sum of two matrices"));
-    #[unroll]
-    for round in 0..comptime!(rounds(BLOCK, columns)) {
-        let at = Own::new(round, BLOCK, columns);
-        if at.exists {
-            // No read depends on a condition: the compiler would wait for each before it starts the next.
-            let from = base + min(at.row, count - 1) * stride + at.chunk * 2;
-            let factor = select(at.row < count, factor, 0f32);
-            let (high_chunk, low_chunk) = split(source[from], source[from + 1], factor);
-            arena[to.high.at + at.row * to.high.row + at.chunk] = high_chunk;
-            arena[low.at + at.row * low.row + at.chunk] = low_chunk;
-        }
-    }
-}
-
 /// Reads w, and w times β to the place of Y.
 #[cube]
 pub fn load_directions(
@@ -370,33 +343,6 @@ pub fn load_directions(
                 let (high, low) = split(first, second, factor * beta);
                 arena[y.high.at + place] = high;
                 arena[y_low.at + place] = low;
-            }
-        }
-    }
-}
-
-/// Reads `head_dim` rows of dR, rounded, or the rest of what is rounded.
-#[cube]
-pub fn load_transform(
-    arena: &mut SharedMemory<Chunk>,
-    source: &Array<Quad>,
-    base: usize,
-    #[comptime] rest: bool,
-    #[comptime] to: Matrix,
-    #[comptime] config: BlockConfig,
-) {
-    let d = config.head_dim;
-    #[unroll]
-    for round in 0..comptime!(rounds(d, d)) {
-        let at = Own::new(round, d, d);
-        if at.exists {
-            let from = base + (at.row * comptime!(d / CHUNK) + at.chunk) * 2;
-            let (high, low) = split(source[from], source[from + 1], 1f32);
-            let place = to.at + at.row * to.row + at.chunk;
-            if comptime!(rest) {
-                arena[place] = low;
-            } else {
-                arena[place] = high;
             }
         }
     }

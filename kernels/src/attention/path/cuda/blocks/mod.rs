@@ -71,7 +71,7 @@ pub struct MovedBlocks {
     pub q: CudaTensor,
     /// The keys moved to the ends of their blocks, `[batch, N, kv_heads, head_dim]` in f32.
     pub k: CudaTensor,
-    /// R = I − P = Yᵀ W of each block, `[batch, N/64, kv_heads, head_dim, head_dim]` in f32.
+    /// R = I − P = Yᵀ W of each block, as the sum of two matrices in bf16, `[batch, N/64, kv_heads, 2, head_dim, head_dim]`.
     pub r: CudaTensor,
     /// G = (I + diag(β) A)⁻¹ of each block, as the sum of two matrices in bf16, `[blocks, 2, 64, 64]`.
     pub inverses: CudaTensor,
@@ -87,7 +87,8 @@ pub struct OwnAttention {
     pub lse: CudaTensor,
 }
 
-/// The gradients that [`Blocks::backward`] starts from, in f32 but for dO in bf16.
+/// The gradients that [`Blocks::backward`] starts from: dO in bf16; those of moved vectors and of R as sums of two in bf16;
+/// the others in f32.
 pub struct BlockUpstream<'a> {
     /// dO, `[batch, heads, seq_len, head_dim]`.
     pub d_o: &'a CudaTensor,
@@ -95,13 +96,13 @@ pub struct BlockUpstream<'a> {
     pub lse: &'a CudaTensor,
     /// δ = o · dO, `[batch, heads, seq_len]`.
     pub delta: &'a CudaTensor,
-    /// Of the moved queries, `[batch, N, heads, head_dim]`.
+    /// Of the moved queries, `[2, batch, N, heads, head_dim]`.
     pub d_q: &'a CudaTensor,
-    /// Of the moved keys, `[batch, N, kv_heads, head_dim]`.
+    /// Of the moved keys, `[2, batch, N, kv_heads, head_dim]`.
     pub d_k: &'a CudaTensor,
     /// Of v by the other blocks' queries, `[batch, N, kv_heads, head_dim]`: contiguous, and overwritten.
     pub d_v: &'a CudaTensor,
-    /// Of R, `[batch, N/64, kv_heads, head_dim, head_dim]`.
+    /// Of R, `[batch, N/64, kv_heads, 2, head_dim, head_dim]`.
     pub d_r: &'a CudaTensor,
     /// With a decay, Σ_j dS_ij and Σ_i dS_ij so far, `[batch, heads, seq_len]`, which are added to: contiguous.
     pub ds: Option<[&'a CudaTensor; 2]>,
@@ -261,7 +262,7 @@ impl Blocks {
         let results = MovedBlocks {
             q: of_heads(heads),
             k: of_heads(kv_heads),
-            r: empty(like, &[batch, self.blocks(), kv_heads, d, d], DType::F32),
+            r: empty(like, &[batch, self.blocks(), kv_heads, 2, d, d], DType::BF16),
             inverses: self.inverses(),
         };
         let moved = MovedOutputsLaunch::new(
@@ -301,7 +302,7 @@ impl Blocks {
         let beta = empty(like, &[batch, kv_heads, tokens], DType::F32);
         let d_o = Heads::new(upstream.d_o);
         let of_rows = |x: &CudaTensor| buffer(&contiguous(x), 1);
-        let of_vectors = |x: &CudaTensor| buffer(&contiguous(x), QUAD);
+        let of_vectors = |x: &CudaTensor| buffer(&contiguous(x), CHUNK);
         let from = UpstreamLaunch::new(
             chunks(&d_o),
             of_rows(upstream.lse),
@@ -343,24 +344,26 @@ impl Blocks {
         let (kv_heads, blocks) = (self.k.dims[1], self.blocks());
         let padded = blocks * BLOCK;
         let of_queries = vec![batch, heads, tokens];
-        let check = |name: &str, x: &CudaTensor, shape: &[usize]| {
+        let has = |name: &str, x: &CudaTensor, shape: &[usize], dtype: DType| {
             assert_eq!(x.meta.shape().to_vec(), shape, "the shape of {name}");
-            assert_eq!(x.dtype, DType::F32, "the type of {name}");
+            assert_eq!(x.dtype, dtype, "the type of {name}");
         };
+        let check = |name: &str, x: &CudaTensor, shape: &[usize]| has(name, x, shape, DType::F32);
+        let sum_of_two =
+            |name: &str, x: &CudaTensor, shape: &[usize]| has(name, x, shape, DType::BF16);
         check("lse", upstream.lse, &of_queries);
         check("delta", upstream.delta, &of_queries);
-        check("d_q", upstream.d_q, &[batch, padded, heads, d]);
-        check("d_k", upstream.d_k, &[batch, padded, kv_heads, d]);
+        sum_of_two("d_q", upstream.d_q, &[2, batch, padded, heads, d]);
+        sum_of_two("d_k", upstream.d_k, &[2, batch, padded, kv_heads, d]);
         check("d_v", upstream.d_v, &[batch, padded, kv_heads, d]);
         assert!(upstream.d_v.is_contiguous(), "d_v at strides {:?}", upstream.d_v.meta.strides());
-        check("d_r", upstream.d_r, &[batch, blocks, kv_heads, d, d]);
+        sum_of_two("d_r", upstream.d_r, &[batch, blocks, kv_heads, 2, d, d]);
         assert_eq!(upstream.ds.is_some(), self.decay.is_some(), "sums of dS, and a decay");
         for x in upstream.ds.into_iter().flatten() {
             check("ds", x, &of_queries);
             assert!(x.is_contiguous(), "ds at strides {:?}", x.meta.strides());
         }
-        assert_eq!(upstream.d_o.meta.shape().to_vec(), self.q.dims, "the shape of d_o");
-        assert_eq!(upstream.d_o.dtype, DType::BF16, "the type of d_o");
+        has("d_o", upstream.d_o, &self.q.dims, DType::BF16);
     }
 }
 

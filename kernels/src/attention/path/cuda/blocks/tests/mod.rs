@@ -13,6 +13,7 @@ use super::{BlockUpstream, Blocks};
 use crate::Cuda;
 use crate::attention::ExecPath;
 use crate::attention::decay::DecaySums;
+use crate::attention::path::cuda::split::joined;
 use crate::attention::path::op::{Path, PathInputs, path_attention};
 use crate::backend::{primitive, tensor};
 use crate::cuda::{CudaTensor, contiguous};
@@ -55,6 +56,13 @@ fn values(x: &CudaTensor) -> Vec<f64> {
     x.iter::<f64>().collect()
 }
 
+/// `x`, whose dimension `dim` is 1, as the sum of two in bf16.
+fn split<const D: usize>(x: Tensor<Cuda, D>, dim: usize) -> CudaTensor {
+    let high = x.clone().cast(FloatDType::BF16);
+    let low = x - high.clone().cast(FloatDType::F32);
+    contiguous(&primitive(Tensor::cat(vec![high, low.cast(FloatDType::BF16)], dim)))
+}
+
 /// What the kernels return for a case; the log-sum-exps that the backward pass takes are those of `want`.
 fn run(case: &Case, want: &Results) -> Results {
     let Shape { batch, kv_heads, tokens, d, .. } = case.shape;
@@ -90,17 +98,17 @@ fn run(case: &Case, want: &Results) -> Results {
             d_o: &rounded(&case.d_o, heads),
             lse: &of_queries(&lse),
             delta: &of_queries(&case.delta),
-            d_q: &primitive(float(d_q, [batch, padded, heads, d])),
-            d_k: &primitive(float(d_k, [batch, padded, kv_heads, d])),
+            d_q: &split(float(d_q, [1, batch, padded, heads, d]), 0),
+            d_k: &split(float(d_k, [1, batch, padded, kv_heads, d]), 0),
             d_v: &d_v,
-            d_r: &primitive(float(d_r, [batch, blocks, kv_heads, d, d])),
+            d_r: &split(float(d_r, [batch, blocks, kv_heads, 1, d, d]), 3),
             ds: decay.as_ref().map(|_| [&ds[0], &ds[1]]),
         },
     );
     Results {
         q: values(&moved.q),
         k: values(&moved.k),
-        r: values(&moved.r),
+        r: joined::<6>(&moved.r, 3).into_data().iter::<f64>().collect(),
         o: values(&own.o),
         lse: values(&own.lse).iter().map(|lse| lse * LN_2).collect(),
         d_q: values(&grads.q),
