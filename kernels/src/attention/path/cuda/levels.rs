@@ -8,8 +8,7 @@ use cubecl::zspace::metadata::Metadata;
 
 use super::blocks::{BLOCK, MovedBlocks};
 use super::moves::{
-    AllLevelsLaunch, LevelSizesLaunch, MOVED_TOKENS, MoveConfig, Moving, merge_transforms,
-    move_vectors,
+    AllLevelsLaunch, LevelSizesLaunch, MoveConfig, Moving, merge_transforms, move_vectors,
 };
 use super::moves_back::{PIECE, merge_gradients, move_gradients};
 use super::parts::{Half, Level};
@@ -283,8 +282,8 @@ fn move_through(
     unsafe {
         move_vectors::launch_unchecked::<CudaRuntime>(
             &x.client,
-            CubeCount::Static(as_u32(tokens.div_ceil(MOVED_TOKENS)), as_u32(heads), as_u32(batch)),
-            CubeDim::new_1d(2 * MOVED_TOKENS as u32),
+            CubeCount::Static(as_u32(tokens / BLOCK), as_u32(heads), as_u32(batch)),
+            CubeDim::new_1d(WARPGROUP),
             buffer(x, 2),
             buffer(&rows, 2),
             buffer(blocks, CHUNK),

@@ -8,8 +8,10 @@ use cubecl::prelude::*;
 
 use super::split::{SplitRows, SplitTile, panels, split_fragments};
 use crate::tile::copies::wait_for_chunks;
-use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS, start_abt, start_pb, uninit, wait};
-use crate::tile::{Accumulator, Bf16Pair, CHUNK, Chunk, PANEL_DIM, Pair};
+use crate::tile::warpgroup::{
+    GROUP_ROWS, GROUP_WARPS, set_a_frag, start_abt, start_pb, uninit, wait,
+};
+use crate::tile::{AFragments, Bf16Pair, CHUNK, Chunk, PANEL_DIM, Pair};
 
 /// Whose vectors move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -123,48 +125,65 @@ pub struct AllLevels {
     pub group: u32,
 }
 
-/// Tokens of a block of [`move_vectors`]: two of the smallest parts.
-pub const MOVED_TOKENS: usize = 2 * GROUP_ROWS;
-
-/// Where a block of [`move_vectors`] is at a level.
+/// Where a block of 64 tokens is at a level.
 #[derive(CubeType, Clone, Copy)]
 struct AtLevel {
     /// The level.
     level: u32,
     /// Parts of a sequence.
     parts: usize,
-    /// The part of the block's first token.
-    first: usize,
+    /// The block's part.
+    position: usize,
+    /// Tokens of a part.
+    part: usize,
     /// The number of the level's first transform among those above the first level.
     transforms: usize,
+    /// The level's first row in `[batch · pairs, part, heads]`, of all levels.
+    rows: usize,
 }
 
 #[cube]
 impl AtLevel {
-    /// The next level.
-    fn above(&self, kv_heads: usize) -> AtLevel {
-        let mut transforms = self.transforms;
-        if self.level > 0 {
-            transforms += CUBE_COUNT_Z as usize * self.parts * kv_heads;
-        }
+    /// The first level.
+    fn first(sizes: &AllLevels) -> AtLevel {
         AtLevel {
-            level: self.level + 1,
-            parts: (self.parts + 1) / 2,
-            first: self.first / 2,
-            transforms,
+            level: 0u32.runtime(),
+            parts: sizes.tokens as usize / GROUP_ROWS,
+            position: CUBE_POS_X as usize,
+            part: GROUP_ROWS.runtime(),
+            transforms: 0usize.runtime(),
+            rows: 0usize.runtime(),
         }
     }
 
-    /// Whether vectors of the block move. They all do so by one transform.
-    fn moves(&self, levels: u32, #[comptime] moving: Moving) -> bool {
-        let mut some = (self.level == 0) | (self.first % 2 == 1);
+    /// Goes on to the next level.
+    fn rise(&mut self, sizes: &AllLevels) {
+        let batch = CUBE_COUNT_Z as usize;
+        if self.level > 0 {
+            self.transforms += batch * self.parts * (sizes.heads / sizes.group) as usize;
+        }
+        self.rows += batch * (self.parts / 2) * self.part * sizes.heads as usize;
+        self.level += 1;
+        self.parts = (self.parts + 1) / 2;
+        self.position /= 2;
+        self.part *= 2;
+    }
+
+    /// Whether the level's scores are computed from the block's vectors.
+    fn serves(&self, #[comptime] moving: Moving) -> bool {
+        let mut serves = self.position % 2 == 1;
         if comptime!(moving == Moving::Keys) {
-            some = self.first % 2 == 0;
+            serves = (self.position % 2 == 0) & (self.position + 1 < self.parts);
         }
-        some & (self.first / 2 * 2 + 1 < self.parts) & (self.level + 1 < levels)
+        serves
     }
 
-    /// Starts to copy their transform, if they do.
+    /// Whether they move to the next level.
+    fn moves(&self, sizes: &AllLevels, #[comptime] moving: Moving) -> bool {
+        self.serves(moving) & (self.level + 1 < sizes.levels)
+    }
+
+    /// Starts to copy the transform that they move by, if they do.
     fn start_copy(
         &self,
         transform: &mut SplitTile,
@@ -174,22 +193,22 @@ impl AtLevel {
         #[comptime] moving: Moving,
         #[comptime] config: MoveConfig,
     ) {
-        let threads = comptime!(MOVED_TOKENS * 2);
-        if self.moves(sizes.levels, moving) {
-            let mut other = self.first / 2 * 2;
+        if self.moves(sizes, moving) {
+            let threads = comptime!(32 * GROUP_WARPS);
+            let mut other = self.position - 1;
             if comptime!(moving == Moving::Keys) {
-                other += 1;
+                other = self.position + 1;
             }
             let kv_heads = (sizes.heads / sizes.group) as usize;
             let kv_head = (CUBE_POS_Y / sizes.group) as usize;
             let number = (CUBE_POS_Z as usize * self.parts + other) * kv_heads + kv_head;
-            let at = transform.at(self.level as usize % 2);
+            let zero = 0usize.runtime();
             if self.level == 0 {
                 let rows = SplitRows::of_matrix(number, config.head_dim);
-                transform.start_copy(at, blocks, &rows, threads);
+                transform.start_copy(zero, blocks, &rows, threads);
             } else {
                 let rows = SplitRows::of_matrix(self.transforms + number, config.head_dim);
-                transform.start_copy(at, above, &rows, threads);
+                transform.start_copy(zero, above, &rows, threads);
             }
         }
     }
@@ -202,8 +221,8 @@ impl AtLevel {
 /// - `blocks`: R of the first level's parts, `[batch, parts, kv_heads, 2, head_dim, head_dim]`
 /// - `above`: R of the further levels, one after the other, each like `blocks`
 ///
-/// Grid: tokens by [`MOVED_TOKENS`], heads, batch; 256 threads. A warpgroup keeps 64 vectors in registers. The next
-/// level's transform is copied while vectors move by this one's.
+/// Grid: blocks of 64 tokens, heads, batch; a warpgroup, which keeps its vectors in registers, each number as the sum of
+/// two in bf16.
 #[cube(launch_unchecked, address_type = "u64")]
 pub fn move_vectors(
     x: &Array<Pair>,
@@ -218,69 +237,45 @@ pub fn move_vectors(
     let row_pairs = comptime!(head_dim / 2);
     let (head, batch) = (CUBE_POS_Y as usize, CUBE_POS_Z as usize);
     let (heads, tokens) = (sizes.heads as usize, sizes.tokens as usize);
-    let kv_heads = heads / sizes.group as usize;
-    let mut transform = SplitTile::new(head_dim, comptime!(config.padded()), 2usize);
-    let mut at = AtLevel {
-        level: 0u32.runtime(),
-        parts: tokens / GROUP_ROWS,
-        first: CUBE_POS_X as usize * 2,
-        transforms: 0usize.runtime(),
-    };
+    let mut transform = SplitTile::new(head_dim, comptime!(config.padded()), 1usize);
+    let mut at = AtLevel::first(&sizes);
     at.start_copy(&mut transform, blocks, above, &sizes, moving, config);
 
-    let warp = plane_shuffle(UNIT_POS / 32, 0u32) as usize;
-    let block = CUBE_POS_X as usize * 2 + warp / GROUP_WARPS;
-    let exists = block * GROUP_ROWS < tokens;
-    let token = block * GROUP_ROWS + warp % GROUP_WARPS * 16 + UNIT_POS_PLANE as usize / 4;
-    let mut vectors = crate::tile::zeros(comptime!(head_dim / 8));
-    if exists {
-        let base = ((batch * tokens + token) * heads + head) * row_pairs;
-        read(&mut vectors, x, base, heads * row_pairs);
-    }
-    let mut part = GROUP_ROWS.runtime();
-    let mut position = block;
-    let mut level_rows = 0usize.runtime();
-    for _ in 0..sizes.levels {
-        wait_for_chunks();
-        sync_async_proxy_shared();
-        sync_cube();
-        let next = at.above(kv_heads);
-        next.start_copy(&mut transform, blocks, above, &sizes, moving, config);
-        let pairs = at.parts / 2;
-        let mut moves = exists & (position % 2 == 1);
-        if comptime!(moving == Moving::Keys) {
-            moves = exists & (position % 2 == 0) & (position + 1 < at.parts);
+    let in_block = UNIT_POS as usize / 32 * 16 + UNIT_POS_PLANE as usize / 4;
+    let token = CUBE_POS_X as usize * GROUP_ROWS + in_block;
+    let base = ((batch * tokens + token) * heads + head) * row_pairs;
+    let (mut high, mut low) = read(x, base, heads * row_pairs, config);
+    for level in 0..sizes.levels {
+        if at.serves(moving) {
+            let in_part = token - at.position * at.part;
+            let sequence = batch * (at.parts / 2) + at.position / 2;
+            let row = at.rows + (sequence * at.part + in_part) * heads + head;
+            write(&high, rows, row * row_pairs, heads * row_pairs, config);
         }
-        if moves {
-            let in_part = token - position * part;
-            let row = ((batch * pairs + position / 2) * part + in_part) * heads + head;
-            write(&vectors, rows, level_rows + row * row_pairs, heads * row_pairs);
-            if at.moves(sizes.levels, moving) {
-                let of_level = transform.at(at.level as usize % 2);
-                advance(&mut vectors, &transform, of_level, moving, config);
-            }
+        if at.moves(&sizes, moving) {
+            wait_for_chunks();
+            sync_async_proxy_shared();
+            sync_cube();
+            advance(&mut high, &mut low, &transform, moving, config);
+            // Before the transform's place is written again.
+            sync_cube();
         }
-        level_rows += sizes.batch_rows(pairs * part) * row_pairs;
-        at.level = next.level;
-        at.parts = next.parts;
-        at.first = next.first;
-        at.transforms = next.transforms;
-        position /= 2;
-        part *= 2;
-    }
-}
-
-#[cube]
-impl AllLevels {
-    /// Rows of all sequences and heads, for `tokens` of each.
-    fn batch_rows(&self, tokens: usize) -> usize {
-        CUBE_COUNT_Z as usize * tokens * self.heads as usize
+        at.rise(&sizes);
+        if level + 1 < sizes.levels {
+            at.start_copy(&mut transform, blocks, above, &sizes, moving, config);
+        }
     }
 }
 
 /// Reads a lane's pairs of two rows, 8 apart; the first one begins at pair `base`.
 #[cube]
-fn read(vectors: &mut Accumulator, x: &Array<Pair>, base: usize, stride: usize) {
+fn read(
+    x: &Array<Pair>,
+    base: usize,
+    stride: usize,
+    #[comptime] config: MoveConfig,
+) -> (AFragments, AFragments) {
+    let mut vectors = uninit(comptime!(config.head_dim / 8));
     #[unroll]
     for r in 0..2usize {
         #[unroll]
@@ -289,17 +284,24 @@ fn read(vectors: &mut Accumulator, x: &Array<Pair>, base: usize, stride: usize) 
                 x[base + comptime!(r * 8) * stride + n * 4 + UNIT_POS_PLANE as usize % 4];
         }
     }
+    split_fragments(&vectors, comptime!(config.head_dim / 8))
 }
 
-/// Writes them rounded.
+/// Writes them.
 #[cube]
-fn write(vectors: &Accumulator, rows: &mut Array<Bf16Pair>, base: usize, stride: usize) {
+fn write(
+    vectors: &AFragments,
+    rows: &mut Array<Bf16Pair>,
+    base: usize,
+    stride: usize,
+    #[comptime] config: MoveConfig,
+) {
     #[unroll]
     for r in 0..2usize {
         #[unroll]
-        for n in 0..vectors.len() {
+        for n in 0..comptime!(config.head_dim / 8) {
             let at = base + comptime!(r * 8) * stride + n * 4 + UNIT_POS_PLANE as usize % 4;
-            rows[at] = Vector::cast_from(vectors.index(n)[r]);
+            rows[at] = vectors.index(comptime!(n / 2))[comptime!(n % 2 * 2 + r)];
         }
     }
 }
@@ -307,31 +309,36 @@ fn write(vectors: &Accumulator, rows: &mut Array<Bf16Pair>, base: usize, stride:
 /// x ← x − x Rᵀ for queries, x ← x − x R for keys.
 #[cube]
 fn advance(
-    vectors: &mut Accumulator,
+    high: &mut AFragments,
+    low: &mut AFragments,
     transform: &SplitTile,
-    at: usize,
     #[comptime] moving: Moving,
     #[comptime] config: MoveConfig,
 ) {
     let n_dim = comptime!(config.head_dim / 8);
-    let (high, low) = split_fragments(vectors, n_dim);
     let mut acc = crate::tile::zeros(n_dim);
+    let zero = usize::cast_from(0u32);
     if comptime!(moving == Moving::Queries) {
-        start_abt(&low, &transform.high, at, &mut acc, false, n_dim);
-        start_abt(&high, &transform.low, at, &mut acc, false, n_dim);
-        start_abt(&high, &transform.high, at, &mut acc, false, n_dim);
+        start_abt(low, &transform.high, zero, &mut acc, false, n_dim);
+        start_abt(high, &transform.low, zero, &mut acc, false, n_dim);
+        start_abt(high, &transform.high, zero, &mut acc, false, n_dim);
     } else {
-        start_pb(&low, &transform.high, at, &mut acc);
-        start_pb(&high, &transform.low, at, &mut acc);
-        start_pb(&high, &transform.high, at, &mut acc);
+        start_pb(low, &transform.high, zero, &mut acc);
+        start_pb(high, &transform.low, zero, &mut acc);
+        start_pb(high, &transform.high, zero, &mut acc);
     }
     wait(&mut acc, 0usize);
     #[unroll]
     for n in 0..n_dim {
         #[unroll]
         for r in 0..2usize {
-            let moved = vectors.index(n)[r] - acc.index(n)[r];
-            vectors.index_mut(n)[r] = moved;
+            let place = comptime!(n % 2 * 2 + r);
+            let first = Pair::cast_from(high.index(comptime!(n / 2))[place]);
+            let rest = Pair::cast_from(low.index(comptime!(n / 2))[place]);
+            let moved = (first - acc.index(n)[r]) + rest;
+            set_a_frag(high, n, r, moved);
+            let nearest = Bf16Pair::cast_from(moved);
+            set_a_frag(low, n, r, moved - Pair::cast_from(nearest));
         }
     }
 }
