@@ -8,6 +8,7 @@ use cubecl::prelude::*;
 
 use super::split::{SplitRows, SplitTile, panels, split_fragments};
 use crate::tile::copies::wait_for_chunks;
+use crate::tile::roles::three_blocks_per_multiprocessor;
 use crate::tile::warpgroup::{
     GROUP_ROWS, GROUP_WARPS, set_a_frag, start_abt, start_pb, uninit, wait,
 };
@@ -234,7 +235,11 @@ pub fn move_vectors(
     #[comptime] config: MoveConfig,
 ) {
     let MoveConfig { head_dim, .. } = comptime!(config);
-    let row_pairs = comptime!(head_dim / 2);
+    let (row_pairs, threads) = comptime!((head_dim / 2, 32 * GROUP_WARPS));
+    if comptime!(config.groups() > 1) {
+        // As many as transforms fit its shared memory.
+        three_blocks_per_multiprocessor(comptime!("move_vectors".to_string()), threads);
+    }
     let (head, batch) = (CUBE_POS_Y as usize, CUBE_POS_Z as usize);
     let (heads, tokens) = (sizes.heads as usize, sizes.tokens as usize);
     let mut transform = SplitTile::new(head_dim, comptime!(config.padded()), 1usize);

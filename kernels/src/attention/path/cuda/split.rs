@@ -133,17 +133,15 @@ impl SplitTile {
         let rows = comptime!(self.rows);
         let chunks_per_row = comptime!(self.dim / CHUNK);
         let chunks = comptime!(self.rows * self.dim / CHUNK);
-        #[unroll]
-        for round in 0..comptime!(chunks.div_ceil(threads)) {
-            let own = UNIT_POS as usize + comptime!(round * threads);
-            if comptime!(chunks.is_multiple_of(threads)) || own < chunks {
-                let (row, chunk) = (own / chunks_per_row, own % chunks_per_row);
-                let exists = (row < from.count) & (chunk < from.chunks);
-                let first = from.base + select(exists, row * from.stride + chunk, 0usize);
-                let to = at + place_in(row, chunk, rows);
-                copy_chunk(&mut self.high, to, source, first, exists);
-                copy_chunk(&mut self.low, to, source, first + from.to_low, exists);
-            }
+        let mut own = UNIT_POS as usize;
+        while own < chunks {
+            let (row, chunk) = (own / chunks_per_row, own % chunks_per_row);
+            let exists = (row < from.count) & (chunk < from.chunks);
+            let first = from.base + select(exists, row * from.stride + chunk, 0usize);
+            let to = at + place_in(row, chunk, rows);
+            copy_chunk(&mut self.high, to, source, first, exists);
+            copy_chunk(&mut self.low, to, source, first + from.to_low, exists);
+            own += threads;
         }
     }
 
