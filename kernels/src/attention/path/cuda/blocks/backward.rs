@@ -6,17 +6,18 @@ use burn::tensor::bf16;
 use cubecl::prelude::*;
 
 use super::forward::{add_rows, begin, begin_head};
-use super::layout::{BLOCK, BlockConfig, Operand, SQUARES};
+use super::layout::{BLOCK, BlockConfig};
 use super::memory::{
-    BlockInputs, BlockOf, BlockShape, HeadChunks, Numbers, dot, first_visible, keep_lower, read,
-    start_head, start_inverse, write,
+    BlockInputs, BlockOf, BlockShape, HeadChunks, Numbers, dot, first_visible, has_column,
+    keep_lower, read_numbers, scale, scale_rows, start_head, start_inverse, write_numbers,
+};
+use super::product::{
+    Product, WarpTile, add_product, finish_loads, product, read, start_load, start_product, sync,
+    write,
 };
 use crate::attention::flash::HeadPairs;
-use crate::tile::matrix::{
-    Product, WarpTile, add_product, read_numbers, scale, scale_rows, write_numbers,
-};
-use crate::tile::rows::{finish_loads, start_load};
-use crate::tile::{Accumulator, CHUNK, Chunk, Pair, define_exp2, exp2, zeros};
+use crate::tile::warpgroup::wait;
+use crate::tile::{ALIGN, Accumulator, CHUNK, Chunk, Pair, define_exp2, exp2, zeros};
 
 /// The gradients that the pass starts from; N is the number of tokens rounded up to whole blocks. Those of q, k and R are
 /// sums of two.
@@ -84,11 +85,11 @@ pub fn backward(
 ) {
     define_exp2();
     let chunks = comptime!(config.backward_chunks());
-    let mut arena = SharedMemory::<Chunk>::new_aligned(chunks, 16usize);
+    let mut arena = SharedMemory::<Chunk>::new_aligned(chunks, ALIGN);
     let mut numbers = Numbers::new();
     let of = BlockOf::own(&shape);
     begin(&mut arena, &mut numbers, inputs, inverses, &of, config);
-    let square = comptime!(Operand::ab(config.c(), config.m(), SQUARES));
+    let square = comptime!(Product::ab(config.c(), config.m(), config.squares()));
     let vectors = comptime!(vectors(config));
     let mut sums = Sums {
         m: zeros(comptime!(square.fragments())),
@@ -100,7 +101,7 @@ pub fn backward(
     for member in 0..group {
         let head = of.kv_head * group + member;
         let last = member == group - 1;
-        sync_cube();
+        sync();
         weigh(
             &mut arena,
             &mut numbers,
@@ -115,16 +116,16 @@ pub fn backward(
         );
         move_back(&mut arena, upstream, gradients, &mut sums, &of, head, &shape, config);
     }
-    scale(&mut sums.k, shape.scale, comptime!(vectors.fragments()));
-    scale(&mut sums.w, shape.scale, comptime!(vectors.fragments()));
-    sync_cube();
+    scale(&mut sums.k, shape.scale);
+    scale(&mut sums.w, shape.scale);
+    sync();
     transform_back(&mut arena, inverses, upstream, &mut sums, &of, &shape, config);
     solve_back(&mut arena, &mut numbers, gradients, &mut sums, &of, &shape, config);
 }
 
 /// A product whose result has the size of a block's vectors.
 const fn vectors(config: BlockConfig) -> Product {
-    Operand::ab(config.c(), config.y(), config.over_tokens())
+    Product::ab(config.c(), config.y(), config.over_tokens())
 }
 
 /// From the scores of one head to their gradients, which are written; the gradient of v. Leaves −c.
@@ -157,9 +158,9 @@ fn weigh(
     }
     finish_loads();
     let mut scores = begin_head(arena, shape, config);
-    let p = comptime!(Operand::ab(config.c(), config.m(), SQUARES));
+    let p = comptime!(Product::ab(config.c(), config.m(), config.squares()));
     let tile = WarpTile::new(p);
-    add_product(arena, &mut scores, &tile, p);
+    add_product(arena, &mut scores, p);
 
     // 1. Weights.
     #[unroll]
@@ -168,7 +169,7 @@ fn weigh(
         let first = first_visible(&inputs.visibility, of, row, shape, config);
         let lse = numbers.lse[row];
         #[unroll]
-        for f in 0..comptime!(p.fragments()) {
+        for f in 0..scores.len() {
             let fragment = scores.index_mut(f);
             let value = fragment[r];
             let mut weight = Pair::empty();
@@ -182,44 +183,41 @@ fn weigh(
             fragment[r] = weight;
         }
     }
-    write(arena, &scores, &tile, weights, p);
+    write(arena, &scores, &tile, weights);
 
     // 2. dS = P ⊙ (dO Vᵀ − δ).
-    let of_weights = comptime!(Operand::abt(d_o, v, config.over_channels()));
-    let mut ds = zeros(comptime!(of_weights.fragments()));
-    add_product(arena, &mut ds, &tile, of_weights);
+    let of_weights = comptime!(Product::abt(d_o, v, config.over_channels()));
+    let mut ds = product(arena, of_weights);
     #[unroll]
     for r in 0..2usize {
         let delta = numbers.delta[tile.row(r)];
         #[unroll]
-        for f in 0..comptime!(p.fragments()) {
+        for f in 0..scores.len() {
             let weight = scores.index(f)[r];
             let fragment = ds.index_mut(f);
             fragment[r] = weight * (fragment[r] - Pair::cast_from(delta));
         }
     }
-    write(arena, &ds, &tile, comptime!(config.ds()), p);
-    put_sums(numbers, &ds, &tile, p, config);
-    sync_cube();
-    add_sums(numbers, gradients, of, head, p, shape, config);
+    write(arena, &ds, &tile, comptime!(config.ds()));
+    put_sums(numbers, &ds, &tile, config);
+    sync();
+    add_sums(numbers, gradients, of, head, shape, config);
 
     // 3. The gradient of v.
-    let p = comptime!(Operand::atb(weights, d_o, config.over_tokens()));
+    let p = comptime!(Product::atb(weights, d_o, config.over_tokens()));
     let tile = WarpTile::new(p);
-    if tile.exists {
-        let kv_heads = shape.kv_heads as usize;
-        let base = of.padded_row(of.kv_head, kv_heads) * comptime!(d / 2);
-        let stride = kv_heads * comptime!(d / 2);
-        let mut acc = zeros(comptime!(p.fragments()));
-        read_numbers(&mut acc, &upstream.v, &tile, base, stride, p);
-        add_product(arena, &mut acc, &tile, p);
-        if last {
-            store::<bf16>(&mut gradients.v, &acc, &tile, of, of.kv_head, p);
-        } else {
-            write_numbers(&mut upstream.v, &acc, &tile, base, stride, p);
-        }
+    let kv_heads = shape.kv_heads as usize;
+    let base = of.padded_row(of.kv_head, kv_heads) * comptime!(d / 2);
+    let stride = kv_heads * comptime!(d / 2);
+    let mut acc = zeros(comptime!(p.fragments()));
+    read_numbers(&mut acc, &upstream.v, &tile, base, stride, config);
+    add_product(arena, &mut acc, p);
+    if last {
+        store::<bf16>(&mut gradients.v, &acc, &tile, of, of.kv_head, config);
+    } else {
+        write_numbers(&mut upstream.v, &acc, &tile, base, stride, config);
     }
-    sync_cube();
+    sync();
 }
 
 /// With a decay, writes the parts of the sums of dS over rows and columns.
@@ -228,7 +226,6 @@ fn put_sums(
     numbers: &mut Numbers,
     ds: &Accumulator,
     tile: &WarpTile,
-    #[comptime] p: Product,
     #[comptime] config: BlockConfig,
 ) {
     if comptime!(config.decay) {
@@ -236,14 +233,14 @@ fn put_sums(
         for r in 0..2usize {
             let mut sum = 0f32;
             #[unroll]
-            for f in 0..comptime!(p.fragments()) {
+            for f in 0..ds.len() {
                 let value = ds.index(f)[r];
                 sum += value[0] + value[1];
             }
             numbers.put_row(sum, tile.row(r), tile, 0usize);
         }
         #[unroll]
-        for f in 0..comptime!(p.fragments()) {
+        for f in 0..ds.len() {
             let both = ds.index(f)[0] + ds.index(f)[1];
             #[unroll]
             for c in 0..2usize {
@@ -252,7 +249,7 @@ fn put_sums(
                 sum += plane_shuffle_xor(sum, 8);
                 sum += plane_shuffle_xor(sum, 16);
                 if UNIT_POS_PLANE < 4 {
-                    numbers.of_columns[tile.down * BLOCK + tile.column(f) + c] = sum;
+                    numbers.of_columns[tile.down() * BLOCK + tile.column(f) + c] = sum;
                 }
             }
         }
@@ -266,7 +263,6 @@ fn add_sums(
     gradients: &mut BlockGradients,
     of: &BlockOf,
     head: usize,
-    #[comptime] p: Product,
     shape: &BlockShape,
     #[comptime] config: BlockConfig,
 ) {
@@ -276,7 +272,7 @@ fn add_sums(
             let at = of.token(head, shape.heads as usize, shape) + line;
             if (UNIT_POS as usize) < BLOCK {
                 let rows = gradients.ds_rows.as_mut().unwrap();
-                rows[at] += numbers.row(line, 0usize, p);
+                rows[at] += numbers.row(line, 0usize);
             } else if (UNIT_POS as usize) < comptime!(2 * BLOCK) {
                 let mut sum = 0f32;
                 #[unroll]
@@ -310,35 +306,40 @@ fn move_back(
     finish_loads();
 
     // 1. dc = −(dS mᵀ + dq̃ Yᵀ); m, Y and k.
-    let p = comptime!(Operand::abt(ds, m, SQUARES));
-    let square = WarpTile::new(p);
+    let (squares, over_tokens) = comptime!((config.squares(), config.over_tokens()));
+    let p = comptime!(Product::abt(ds, m, squares));
+    let of_m = comptime!(Product::atb(c, ds, squares));
+    let of_y = comptime!(Product::atb(c, x, over_tokens));
+    let of_k = comptime!(Product::atb(ds, q, over_tokens));
     let mut acc = zeros(comptime!(p.fragments()));
-    add_product(arena, &mut acc, &square, p);
-    add_product(arena, &mut acc, &square, comptime!(Operand::abt(x, y, config.over_channels())));
-    scale(&mut acc, -1f32, comptime!(p.fragments()));
-    keep_lower(&mut acc, &square, true, p);
-    write(arena, &acc, &square, dc, p);
-    add_product(arena, &mut sums.m, &square, comptime!(Operand::atb(c, ds, SQUARES)));
-    let tile = WarpTile::new(comptime!(vectors(config)));
-    if tile.exists {
-        let sizes = comptime!(config.over_tokens());
-        add_product(arena, &mut sums.y, &tile, comptime!(Operand::atb(c, x, sizes)));
-        add_product(arena, &mut sums.k, &tile, comptime!(Operand::atb(ds, q, sizes)));
-    }
-    sync_cube();
+    start_product(arena, &mut acc, p);
+    start_product(arena, &mut acc, comptime!(Product::abt(x, y, config.over_channels())));
+    start_product(arena, &mut sums.m, of_m);
+    start_product(arena, &mut sums.y, of_y);
+    start_product(arena, &mut sums.k, of_k);
+    wait(&mut acc, comptime!(of_m.terms() + of_y.terms() + of_k.terms()));
+    let square = WarpTile::new(p);
+    scale(&mut acc, -1f32);
+    keep_lower(&mut acc, &square, true);
+    write(arena, &acc, &square, dc);
+    wait(&mut sums.m, 0usize);
+    wait(&mut sums.y, 0usize);
+    wait(&mut sums.k, 0usize);
+    sync();
 
     // 2. dq = dS K + dc W + dq̃, and w.
-    if tile.exists {
-        let sizes = comptime!(config.over_tokens());
-        let p = comptime!(Operand::ab(ds, k, sizes));
-        let mut acc = zeros(comptime!(p.fragments()));
-        add_product(arena, &mut acc, &tile, p);
-        add_product(arena, &mut acc, &tile, comptime!(Operand::ab(dc, w, sizes)));
-        add_rows(arena, &mut acc, &tile, 1f32, x, p);
-        scale(&mut acc, shape.scale, comptime!(p.fragments()));
-        store::<bf16>(&mut gradients.q, &acc, &tile, of, head, p);
-        add_product(arena, &mut sums.w, &tile, comptime!(Operand::atb(dc, q, sizes)));
-    }
+    let p = comptime!(Product::ab(ds, k, over_tokens));
+    let of_w = comptime!(Product::atb(dc, q, over_tokens));
+    let mut acc = zeros(comptime!(p.fragments()));
+    start_product(arena, &mut acc, p);
+    start_product(arena, &mut acc, comptime!(Product::ab(dc, w, over_tokens)));
+    start_product(arena, &mut sums.w, of_w);
+    wait(&mut acc, comptime!(of_w.terms()));
+    let tile = WarpTile::new(p);
+    add_rows(arena, &mut acc, &tile, 1f32, x);
+    scale(&mut acc, shape.scale);
+    store::<bf16>(&mut gradients.q, &acc, &tile, of, head, config);
+    wait(&mut sums.w, 0usize);
 }
 
 /// Starts to read the gradients of a head's moved vectors, of which there are `heads`.
@@ -359,8 +360,9 @@ fn start_moved(
     let (stride, rows) = (heads * chunks, BLOCK.runtime());
     let group = heads / shape.kv_heads as usize;
     let to_low = CUBE_COUNT_X as usize * group * comptime!(BLOCK * chunks);
-    start_load(arena, source, base, stride, rows, x.high, BLOCK, d);
-    start_load(arena, source, base + to_low, stride, rows, low, BLOCK, d);
+    let columns = comptime!(config.columns());
+    start_load(arena, source, base, stride, rows, d, comptime!(x.high), columns);
+    start_load(arena, source, base + to_low, stride, rows, d, low, columns);
 }
 
 /// The gradients of the moved keys and of R: adds to those of m, Y and w. Then the first two are in shared memory, and G is in
@@ -377,8 +379,6 @@ fn transform_back(
 ) {
     let d = config.head_dim;
     let (w, y, m, x) = comptime!((config.w(), config.y(), config.m(), config.x()));
-    let p = comptime!(vectors(config));
-    let tile = WarpTile::new(p);
 
     // 1. dY += W dRᵀ and dW += Y dR, of dR rounded, and of the rest.
     #[unroll]
@@ -386,41 +386,39 @@ fn transform_back(
         let rest = comptime!(part == 1);
         let (stride, rows) = (comptime!(d / CHUNK).runtime(), d.runtime());
         let base = (of.transform(shape) * 2 + part) * comptime!(d * d / CHUNK);
-        start_load(arena, &upstream.r, base, stride, rows, comptime!(x.high), d, d);
+        let (d_r, columns) = comptime!((config.d_r(), config.columns()));
+        start_load(arena, &upstream.r, base, stride, rows, d, comptime!(d_r.high), columns);
         finish_loads();
-        let d_r = comptime!(x.rounded());
         let of_w = comptime!(if rest { w.rounded() } else { w });
         let of_y = comptime!(if rest { y.rounded() } else { y });
-        if tile.exists {
-            let sizes = comptime!([BLOCK, d, d]);
-            add_product(arena, &mut sums.y, &tile, comptime!(Operand::abt(of_w, d_r, sizes)));
-            add_product(arena, &mut sums.w, &tile, comptime!(Operand::ab(of_y, d_r, sizes)));
-        }
-        sync_cube();
+        let size = comptime!(config.of_transform());
+        start_product(arena, &mut sums.y, comptime!(Product::abt(of_w, d_r, size)));
+        start_product(arena, &mut sums.w, comptime!(Product::ab(of_y, d_r, size)));
+        wait(&mut sums.y, 0usize);
+        wait(&mut sums.w, 0usize);
+        sync();
     }
 
     // 2. dK += dk̃, dm −= W dk̃ᵀ and dW −= m dk̃.
     start_moved(arena, &upstream.k, of, of.kv_head, shape.kv_heads as usize, shape, config);
     start_inverse(arena, inverses, comptime!(config.c()));
+    scale(&mut sums.m, -1f32);
+    scale(&mut sums.w, -1f32);
     finish_loads();
-    let of_m = comptime!(Operand::abt(w, x, config.over_channels()));
-    let square = WarpTile::new(of_m);
-    scale(&mut sums.m, -1f32, comptime!(of_m.fragments()));
-    add_product(arena, &mut sums.m, &square, of_m);
-    scale(&mut sums.m, -1f32, comptime!(of_m.fragments()));
-    if tile.exists {
-        let of_w = comptime!(Operand::ab(m, x, config.over_tokens()));
-        scale(&mut sums.w, -1f32, comptime!(p.fragments()));
-        add_product(arena, &mut sums.w, &tile, of_w);
-        scale(&mut sums.w, -1f32, comptime!(p.fragments()));
-        add_rows(arena, &mut sums.k, &tile, 1f32, x, p);
-    }
-    sync_cube();
-    write(arena, &sums.m, &square, comptime!(config.ds()), of_m);
-    if tile.exists {
-        write(arena, &sums.y, &tile, x, p);
-    }
-    sync_cube();
+    let of_m = comptime!(Product::abt(w, x, config.over_channels()));
+    let of_w = comptime!(Product::ab(m, x, config.over_tokens()));
+    let tile = WarpTile::new(of_w);
+    start_product(arena, &mut sums.m, of_m);
+    start_product(arena, &mut sums.w, of_w);
+    add_rows(arena, &mut sums.k, &tile, 1f32, x);
+    wait(&mut sums.m, 0usize);
+    wait(&mut sums.w, 0usize);
+    scale(&mut sums.m, -1f32);
+    scale(&mut sums.w, -1f32);
+    sync();
+    write(arena, &sums.m, &WarpTile::new(of_m), comptime!(config.ds()));
+    write(arena, &sums.y, &tile, x);
+    sync();
 }
 
 /// Through m = G diag(β) B and Y = G diag(β) W: the gradients of k, w and β.
@@ -438,89 +436,84 @@ fn solve_back(
     let (c, x, ds, dc) = comptime!((config.c(), config.x(), config.ds(), config.dc()));
 
     // 1. Gᵀ dm and Gᵀ dY.
-    let p = comptime!(Operand::atb(c, ds, SQUARES));
-    let square = WarpTile::new(p);
+    let p = comptime!(Product::atb(c, ds, config.squares()));
+    let vectors = comptime!(Product::atb(c, x, config.over_tokens()));
+    let along = comptime!(Product::abt(w, k, config.over_channels()));
+    let (square, tile) = (WarpTile::new(p), WarpTile::new(vectors));
     let mut of_m = zeros(comptime!(p.fragments()));
-    add_product(arena, &mut of_m, &square, p);
-    keep_lower(&mut of_m, &square, false, p);
-    let vectors = comptime!(Operand::atb(c, x, config.over_tokens()));
-    let tile = WarpTile::new(vectors);
     let mut of_y = zeros(comptime!(vectors.fragments()));
-    if tile.exists {
-        add_product(arena, &mut of_y, &tile, vectors);
-    }
-    let along = comptime!(Operand::abt(w, k, config.over_channels()));
     let mut acc = zeros(comptime!(along.fragments()));
-    add_product(arena, &mut acc, &square, along);
+    start_product(arena, &mut of_m, p);
+    start_product(arena, &mut of_y, vectors);
+    start_product(arena, &mut acc, along);
+    wait(&mut of_m, 0usize);
+    wait(&mut of_y, 0usize);
+    wait(&mut acc, 0usize);
+    keep_lower(&mut of_m, &square, false);
     #[unroll]
     for r in 0..2usize {
-        numbers.put_row(dot(&of_m, &acc, r, p), square.row(r), &square, 0usize);
-    }
-    if tile.exists {
+        numbers.put_row(dot(&of_m, &acc, r), square.row(r), &square, 0usize);
+        let mut sum = 0f32;
         #[unroll]
-        for r in 0..2usize {
-            let mut sum = 0f32;
-            #[unroll]
-            for f in 0..comptime!(vectors.fragments()) {
-                let product = of_y.index(f)[r] * read(arena, tile.row(r), tile.column(f), w);
-                sum += product[0] + product[1];
-            }
-            numbers.put_row(sum, tile.row(r), &tile, 1usize);
+        for f in 0..of_y.len() {
+            let product = of_y.index(f)[r] * read(arena, tile.row(r), tile.column(f), w);
+            sum += product[0] + product[1];
         }
+        numbers.put_row(sum, tile.row(r), &tile, 1usize);
     }
-    sync_cube();
+    sync();
     let line = UNIT_POS as usize % BLOCK;
-    let mut d_beta = numbers.row(line, 0usize, p) + numbers.row(line, 1usize, vectors);
+    let mut d_beta = numbers.row(line, 0usize) + numbers.row(line, 1usize);
 
     // 2. Of B, and of A below the diagonal: −dA of G without β.
-    write(arena, &of_m, &square, ds, p);
-    scale_rows(&mut of_m, &numbers.beta, &square, p);
-    write(arena, &of_m, &square, c, p);
-    if tile.exists {
-        write(arena, &of_y, &tile, x, vectors);
-        #[unroll]
-        for r in 0..2usize {
-            let beta = numbers.beta[tile.row(r)];
-            #[unroll]
-            for f in 0..comptime!(vectors.fragments()) {
-                let value = of_y.index(f)[r];
-                let fragment = sums.w.index_mut(f);
-                fragment[r] += value * Pair::cast_from(beta);
-            }
-        }
-    }
-    sync_cube();
-    let mut of_a = zeros(comptime!(p.fragments()));
-    add_product(arena, &mut of_a, &square, comptime!(Operand::abt(ds, m, SQUARES)));
-    add_product(arena, &mut of_a, &square, comptime!(Operand::abt(x, y, config.over_channels())));
-    keep_lower(&mut of_a, &square, false, p);
-    let of_directions = comptime!(Operand::abt(w, w, config.over_channels()));
-    let mut acc = zeros(comptime!(of_directions.fragments()));
-    add_product(arena, &mut acc, &square, of_directions);
+    write(arena, &of_m, &square, ds);
+    scale_rows(&mut of_m, &numbers.beta, &square);
+    write(arena, &of_m, &square, c);
+    write(arena, &of_y, &tile, x);
     #[unroll]
     for r in 0..2usize {
-        numbers.put_row(dot(&of_a, &acc, r, p), square.row(r), &square, 0usize);
+        let beta = numbers.beta[tile.row(r)];
+        #[unroll]
+        for f in 0..of_y.len() {
+            let value = of_y.index(f)[r];
+            let fragment = sums.w.index_mut(f);
+            fragment[r] += value * Pair::cast_from(beta);
+        }
     }
-    scale_rows(&mut of_a, &numbers.beta, &square, p);
-    scale(&mut of_a, -1f32, comptime!(p.fragments()));
-    write(arena, &of_a, &square, dc, p);
-    sync_cube();
-    d_beta -= numbers.row(line, 0usize, p);
+    sync();
+    let of_directions = comptime!(Product::abt(w, w, config.over_channels()));
+    let mut of_a = zeros(comptime!(p.fragments()));
+    let mut acc = zeros(comptime!(of_directions.fragments()));
+    start_product(arena, &mut of_a, comptime!(Product::abt(ds, m, config.squares())));
+    start_product(arena, &mut of_a, comptime!(Product::abt(x, y, config.over_channels())));
+    start_product(arena, &mut acc, of_directions);
+    wait(&mut of_a, 0usize);
+    wait(&mut acc, 0usize);
+    keep_lower(&mut of_a, &square, false);
+    #[unroll]
+    for r in 0..2usize {
+        numbers.put_row(dot(&of_a, &acc, r), square.row(r), &square, 0usize);
+    }
+    scale_rows(&mut of_a, &numbers.beta, &square);
+    scale(&mut of_a, -1f32);
+    write(arena, &of_a, &square, dc);
+    sync();
+    d_beta -= numbers.row(line, 0usize);
     if (UNIT_POS as usize) < of.count {
         let at = of.token(of.kv_head, shape.kv_heads as usize, shape);
         gradients.beta[at + line] = d_beta;
     }
 
     // 3. Of w and k.
-    if tile.exists {
-        let sizes = comptime!(config.over_tokens());
-        add_product(arena, &mut sums.w, &tile, comptime!(Operand::ab(dc, w, sizes)));
-        add_product(arena, &mut sums.w, &tile, comptime!(Operand::atb(dc, w, sizes)));
-        add_product(arena, &mut sums.w, &tile, comptime!(Operand::ab(c, k, sizes)));
-        add_product(arena, &mut sums.k, &tile, comptime!(Operand::atb(c, w, sizes)));
-        store::<f32>(&mut gradients.w, &sums.w, &tile, of, of.kv_head, vectors);
-        store::<bf16>(&mut gradients.k, &sums.k, &tile, of, of.kv_head, vectors);
-    }
+    let size = comptime!(config.over_tokens());
+    start_product(arena, &mut sums.w, comptime!(Product::ab(dc, w, size)));
+    start_product(arena, &mut sums.w, comptime!(Product::atb(dc, w, size)));
+    start_product(arena, &mut sums.w, comptime!(Product::ab(c, k, size)));
+    start_product(arena, &mut sums.k, comptime!(Product::atb(c, w, size)));
+    wait(&mut sums.w, 0usize);
+    wait(&mut sums.k, 0usize);
+    store::<f32>(&mut gradients.w, &sums.w, &tile, of, of.kv_head, config);
+    store::<bf16>(&mut gradients.k, &sums.k, &tile, of, of.kv_head, config);
 }
 
 /// Writes the rows of the block's tokens.
@@ -531,7 +524,7 @@ fn store<E: Numeric>(
     tile: &WarpTile,
     of: &BlockOf,
     head: usize,
-    #[comptime] p: Product,
+    #[comptime] config: BlockConfig,
 ) {
     let (base, stride) = of.rows(head, &to.strides);
     #[unroll]
@@ -540,8 +533,11 @@ fn store<E: Numeric>(
         if row < of.count {
             let at = (base + row * stride) * comptime!(CHUNK / 2);
             #[unroll]
-            for f in 0..comptime!(p.fragments()) {
-                to.pairs[at + tile.column(f) / 2] = Vector::cast_from(acc.index(f)[r]);
+            for f in 0..acc.len() {
+                let column = tile.column(f);
+                if has_column(column, config) {
+                    to.pairs[at + column / 2] = Vector::cast_from(acc.index(f)[r]);
+                }
             }
         }
     }

@@ -2,17 +2,20 @@
 
 use cubecl::prelude::*;
 
-use super::layout::{BLOCK, BlockConfig, Operand, SQUARES, two_fit};
+use super::layout::{BLOCK, BlockConfig, Operand, two_fit};
 use super::memory::{
-    BlockInputs, BlockOf, BlockShape, Numbers, first_visible, keep_lower, load_directions, read,
-    start_head, start_inverse, write,
+    BlockInputs, BlockOf, BlockShape, Numbers, first_visible, has_column, keep_lower,
+    load_directions, scale, scale_rows, start_head, start_inverse, write_numbers,
 };
-use crate::tile::matrix::{Product, WarpTile, add_product, pair, scale, scale_rows, write_numbers};
+use super::product::{
+    Product, WarpTile, add_product, finish_loads, product, read, start_product, sync, write,
+};
+use crate::tile::matrix::pair;
 use crate::tile::product::THREADS;
 use crate::tile::roles::two_blocks_per_multiprocessor;
-use crate::tile::rows::finish_loads;
+use crate::tile::warpgroup::wait;
 use crate::tile::{
-    Accumulator, Bf16Pair, Chunk, MASKED, Pair, define_exp2, exp2, log2, sum_of_four, zeros,
+    ALIGN, Accumulator, Bf16Pair, Chunk, MASKED, Pair, define_exp2, exp2, log2, zeros,
 };
 
 /// The moved vectors and the transforms; N is the number of tokens rounded up to whole blocks. Rows past the last token
@@ -53,40 +56,33 @@ pub fn forward(
     }
     define_exp2();
     let d = config.head_dim;
-    let mut arena = SharedMemory::<Chunk>::new_aligned(comptime!(config.forward_chunks()), 16usize);
+    let mut arena = SharedMemory::<Chunk>::new_aligned(comptime!(config.forward_chunks()), ALIGN);
     let mut numbers = Numbers::new();
     let of = BlockOf::own(&shape);
     begin(&mut arena, &mut numbers, inputs, inverses, &of, config);
 
     // 1. R = Yᵀ W.
     let (w, k, y, m) = comptime!((config.w(), config.k(), config.y(), config.m()));
-    let p = comptime!(Operand::atb(y, w, [d, d, BLOCK]));
-    let tile = WarpTile::new(p);
-    if tile.exists {
-        let mut acc = zeros(comptime!(p.fragments()));
-        add_product(&arena, &mut acc, &tile, p);
-        write_transform(&mut moved.r, &acc, &tile, of.transform(&shape) * comptime!(d * d), d, p);
-    }
+    let p = comptime!(Product::atb(y, w, config.to_transform()));
+    let acc = product(&arena, p);
+    write_transform(&mut moved.r, &acc, &WarpTile::new(p), of.transform(&shape), config);
 
     // 2. The keys, K − mᵀ W.
-    let p = comptime!(Operand::atb(m, w, config.over_tokens()));
+    let p = comptime!(Product::atb(m, w, config.over_tokens()));
     let tile = WarpTile::new(p);
-    if tile.exists {
-        let mut acc = zeros(comptime!(p.fragments()));
-        add_product(&arena, &mut acc, &tile, p);
-        scale(&mut acc, -1f32, comptime!(p.fragments()));
-        add_rows(&arena, &mut acc, &tile, 1f32, k, p);
-        let kv_heads = shape.kv_heads as usize;
-        let base = of.padded_row(of.kv_head, kv_heads) * comptime!(d / 2);
-        write_numbers(&mut moved.k, &acc, &tile, base, kv_heads * comptime!(d / 2), p);
-    }
+    let mut acc = product(&arena, p);
+    scale(&mut acc, -1f32);
+    add_rows(&arena, &mut acc, &tile, 1f32, k);
+    let kv_heads = shape.kv_heads as usize;
+    let base = of.padded_row(of.kv_head, kv_heads) * comptime!(d / 2);
+    write_numbers(&mut moved.k, &acc, &tile, base, kv_heads * comptime!(d / 2), config);
 
     // 3. The queries, and what they see.
     let heads = shape.heads as usize;
     let group = heads / shape.kv_heads as usize;
     for member in 0..group {
         let head = of.kv_head * group + member;
-        sync_cube();
+        sync();
         start_head(&mut arena, &inputs.q, &of, head, comptime!(config.q()), config);
         if comptime!(own.is_some()) {
             start_head(&mut arena, &inputs.v, &of, of.kv_head, comptime!(config.v()), config);
@@ -95,20 +91,15 @@ pub fn forward(
         finish_loads();
         let c = comptime!(config.c());
         let mut scores = begin_head(&mut arena, &shape, config);
-        let p = comptime!(Operand::ab(c, y, config.over_tokens()));
+        let p = comptime!(Product::ab(c, y, config.over_tokens()));
         let tile = WarpTile::new(p);
-        if tile.exists {
-            let mut acc = zeros(comptime!(p.fragments()));
-            add_product(&arena, &mut acc, &tile, p);
-            add_rows(&arena, &mut acc, &tile, shape.scale, comptime!(config.q()), p);
-            let base = of.padded_row(head, heads) * comptime!(d / 2);
-            write_numbers(&mut moved.q, &acc, &tile, base, heads * comptime!(d / 2), p);
-        }
+        let mut acc = product(&arena, p);
+        add_rows(&arena, &mut acc, &tile, shape.scale, comptime!(config.q()));
+        let base = of.padded_row(head, heads) * comptime!(d / 2);
+        write_numbers(&mut moved.q, &acc, &tile, base, heads * comptime!(d / 2), config);
         if comptime!(own.is_some()) {
             let outputs = own.as_mut().unwrap();
-            let p = comptime!(Operand::ab(c, m, SQUARES));
-            let tile = WarpTile::new(p);
-            add_product(&arena, &mut scores, &tile, p);
+            add_product(&arena, &mut scores, comptime!(Product::ab(c, m, config.squares())));
             attend(
                 &mut arena,
                 &mut numbers,
@@ -141,30 +132,26 @@ pub fn begin(
     load_directions(arena, inputs, of, true, config);
     numbers.load_beta(inputs, of);
     finish_loads();
-    let p = comptime!(Operand::abt(w, k, config.over_channels()));
+    let p = comptime!(Product::abt(w, k, config.over_channels()));
     let square = WarpTile::new(p);
-    let mut acc = zeros(comptime!(p.fragments()));
-    add_product(arena, &mut acc, &square, p);
-    scale_rows(&mut acc, &numbers.beta, &square, p);
-    keep_lower(&mut acc, &square, false, p);
-    write(arena, &acc, &square, m, p);
-    sync_cube();
+    let mut acc = product(arena, p);
+    scale_rows(&mut acc, &numbers.beta, &square);
+    keep_lower(&mut acc, &square, false);
+    write(arena, &acc, &square, m);
+    sync();
 
-    let of_m = comptime!(Operand::ab(g, m, SQUARES));
+    let of_m = comptime!(Product::ab(g, m, config.squares()));
+    let of_y = comptime!(Product::ab(g, y, config.over_tokens()));
     let mut acc = zeros(comptime!(of_m.fragments()));
-    add_product(arena, &mut acc, &square, of_m);
-    let of_y = comptime!(Operand::ab(g, y, config.over_tokens()));
-    let tile = WarpTile::new(of_y);
     let mut acc_y = zeros(comptime!(of_y.fragments()));
-    if tile.exists {
-        add_product(arena, &mut acc_y, &tile, of_y);
-    }
-    sync_cube();
-    write(arena, &acc, &square, m, of_m);
-    if tile.exists {
-        write(arena, &acc_y, &tile, y, of_y);
-    }
-    sync_cube();
+    start_product(arena, &mut acc, of_m);
+    start_product(arena, &mut acc_y, of_y);
+    wait(&mut acc, 0usize);
+    wait(&mut acc_y, 0usize);
+    sync();
+    write(arena, &acc, &square, m);
+    write(arena, &acc_y, &WarpTile::new(of_y), y);
+    sync();
 }
 
 /// Writes −c = −Q Wᵀ up to the diagonal, with the scale, and returns the scores Q Kᵀ. Synchronises before it returns.
@@ -175,42 +162,49 @@ pub fn begin_head(
     #[comptime] config: BlockConfig,
 ) -> Accumulator {
     let q = comptime!(config.q());
-    let p = comptime!(Operand::abt(q, config.w(), config.over_channels()));
-    let tile = WarpTile::new(p);
+    let p = comptime!(Product::abt(q, config.w(), config.over_channels()));
+    let of_scores = comptime!(Product::abt(q, config.k(), config.over_channels()));
     let mut along = zeros(comptime!(p.fragments()));
-    add_product(arena, &mut along, &tile, p);
-    scale(&mut along, -shape.scale, comptime!(p.fragments()));
-    keep_lower(&mut along, &tile, true, p);
-    write(arena, &along, &tile, comptime!(config.c()), p);
-    let p = comptime!(Operand::abt(q, config.k(), config.over_channels()));
     let mut scores = zeros(comptime!(p.fragments()));
-    add_product(arena, &mut scores, &tile, p);
-    scale(&mut scores, shape.scale, comptime!(p.fragments()));
-    sync_cube();
+    start_product(arena, &mut along, p);
+    start_product(arena, &mut scores, of_scores);
+    wait(&mut along, 0usize);
+    wait(&mut scores, 0usize);
+    let tile = WarpTile::new(p);
+    scale(&mut along, -shape.scale);
+    keep_lower(&mut along, &tile, true);
+    write(arena, &along, &tile, comptime!(config.c()));
+    scale(&mut scores, shape.scale);
+    sync();
     scores
 }
 
-/// Writes an accumulator as the sum of two matrices, the first one from pair `base` on.
+/// Writes a transform, number `number`, as the sum of two matrices.
 #[cube]
 fn write_transform(
     to: &mut Array<Bf16Pair>,
     acc: &Accumulator,
     tile: &WarpTile,
-    base: usize,
-    #[comptime] d: usize,
-    #[comptime] p: Product,
+    number: usize,
+    #[comptime] config: BlockConfig,
 ) {
-    let stride = comptime!(d / 2);
+    let d = config.head_dim;
     #[unroll]
     for r in 0..2usize {
-        #[unroll]
-        for f in 0..comptime!(p.fragments()) {
-            let value = acc.index(f)[r];
-            let nearest = Bf16Pair::cast_from(value);
-            let at = base + tile.row(r) * stride + tile.column(f) / 2;
-            to[at] = nearest;
-            to[at + comptime!(2 * stride * stride)] =
-                Bf16Pair::cast_from(value - Pair::cast_from(nearest));
+        let row = tile.row(r);
+        if row < d {
+            #[unroll]
+            for f in 0..acc.len() {
+                let column = tile.column(f);
+                if has_column(column, config) {
+                    let value = acc.index(f)[r];
+                    let nearest = Bf16Pair::cast_from(value);
+                    let at = number * comptime!(d * d) + row * comptime!(d / 2) + column / 2;
+                    to[at] = nearest;
+                    to[at + comptime!(d * d / 2)] =
+                        Bf16Pair::cast_from(value - Pair::cast_from(nearest));
+                }
+            }
         }
     }
 }
@@ -223,12 +217,11 @@ pub fn add_rows(
     tile: &WarpTile,
     factor: f32,
     #[comptime] from: Operand,
-    #[comptime] p: Product,
 ) {
     #[unroll]
     for r in 0..2usize {
         #[unroll]
-        for f in 0..comptime!(p.fragments()) {
+        for f in 0..acc.len() {
             let value = read(arena, tile.row(r), tile.column(f), from);
             let fragment = acc.index_mut(f);
             fragment[r] += value * Pair::cast_from(factor);
@@ -251,7 +244,7 @@ fn attend(
     #[comptime] config: BlockConfig,
 ) {
     let d = config.head_dim;
-    let p = comptime!(Operand::ab(config.c(), config.m(), SQUARES));
+    let p = comptime!(Product::ab(config.c(), config.m(), config.squares()));
     let tile = WarpTile::new(p);
 
     // 1. The largest of each row.
@@ -278,7 +271,7 @@ fn attend(
         largest = max(largest, plane_shuffle_xor(largest, 1));
         largest = max(largest, plane_shuffle_xor(largest, 2));
         if UNIT_POS % 4 == 0 {
-            numbers.of_rows[tile.across * BLOCK + row] = largest;
+            numbers.of_rows[tile.group * BLOCK + row] = largest;
         }
     }
     sync_cube();
@@ -300,39 +293,36 @@ fn attend(
             sum += weights[0] + weights[1];
             fragment[r] = weights;
         }
-        let sum = sum_of_four(sum);
-        if UNIT_POS % 4 == 0 {
-            numbers.of_rows[comptime!(2 * BLOCK) + tile.across * BLOCK + row] = sum;
-        }
+        numbers.put_row(sum, row, &tile, 1usize);
     }
-    write(arena, scores, &tile, comptime!(config.c()), p);
-    sync_cube();
+    write(arena, scores, &tile, comptime!(config.c()));
+    sync();
 
     // 3. Outputs.
-    let of_values = comptime!(Operand::ab(config.c(), config.v(), config.over_tokens()));
+    let of_values = comptime!(Product::ab(config.c(), config.v(), config.over_tokens()));
     let heads = shape.heads as usize;
     #[unroll]
     for r in 0..2usize {
         let row = tile.row(r);
-        if (tile.across == 0) & (UNIT_POS % 4 == 0) & (row < of.count) {
+        if (tile.group == 0) & (UNIT_POS % 4 == 0) & (row < of.count) {
             outputs.lse[of.token(head, heads, shape) + row] =
-                of_rows[r] + log2(numbers.row(row, 1usize, p));
+                of_rows[r] + log2(numbers.row(row, 1usize));
         }
     }
     let tile = WarpTile::new(of_values);
-    if tile.exists {
-        let mut acc = zeros(comptime!(of_values.fragments()));
-        add_product(arena, &mut acc, &tile, of_values);
-        let base = (of.batch * shape.tokens as usize + of.first()) * heads + head;
-        #[unroll]
-        for r in 0..2usize {
-            let row = tile.row(r);
-            if row < of.count {
-                let at = (base + row * heads) * comptime!(d / 2);
-                let factor = 1f32 / numbers.row(row, 1usize, p);
-                #[unroll]
-                for f in 0..comptime!(of_values.fragments()) {
-                    outputs.o[at + tile.column(f) / 2] = acc.index(f)[r] * Pair::cast_from(factor);
+    let acc = product(arena, of_values);
+    let base = (of.batch * shape.tokens as usize + of.first()) * heads + head;
+    #[unroll]
+    for r in 0..2usize {
+        let row = tile.row(r);
+        if row < of.count {
+            let at = (base + row * heads) * comptime!(d / 2);
+            let factor = 1f32 / numbers.row(row, 1usize);
+            #[unroll]
+            for f in 0..acc.len() {
+                let column = tile.column(f);
+                if has_column(column, config) {
+                    outputs.o[at + column / 2] = acc.index(f)[r] * Pair::cast_from(factor);
                 }
             }
         }

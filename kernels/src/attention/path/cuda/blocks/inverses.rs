@@ -2,15 +2,15 @@
 
 use cubecl::prelude::*;
 
-use super::layout::{BLOCK, BlockConfig, Operand};
+use super::layout::{BLOCK, BlockConfig};
 use super::memory::{
     BlockInputs, BlockOf, BlockShape, Numbers, SQUARE_CHUNKS, load_directions, split,
 };
+use super::product::{Product, WarpTile, product, sync};
 use crate::tile::inverse::{ELEMENTS, INVERSE, ROW, SYSTEM, clear_inverse, invert};
-use crate::tile::matrix::{WarpTile, add_product};
 use crate::tile::product::quads;
 use crate::tile::rows::{Own, rounds};
-use crate::tile::{Chunk, zeros};
+use crate::tile::{ALIGN, Chunk};
 
 /// Writes `[blocks, 2, 64, 64]`: each inverse rounded, and the rest rounded.
 ///
@@ -23,18 +23,17 @@ pub fn inverses(
     #[comptime] config: BlockConfig,
 ) {
     let w = comptime!(config.w());
-    let mut tiles = SharedMemory::<Chunk>::new_aligned(comptime!(config.k().high.at), 16usize);
+    let mut tiles = SharedMemory::<Chunk>::new_aligned(comptime!(config.k().high.at), ALIGN);
     let mut arena = SharedMemory::<f32>::new_aligned(ELEMENTS, 16usize);
     let mut numbers = Numbers::new();
     let of = BlockOf::own(&shape);
     load_directions(&mut tiles, inputs, &of, false, config);
     numbers.load_beta(inputs, &of);
     clear_inverse(&mut arena);
-    sync_cube();
-    let p = comptime!(Operand::abt(w, w, config.over_channels()));
+    sync();
+    let p = comptime!(Product::abt(w, w, config.over_channels()));
     let tile = WarpTile::new(p);
-    let mut acc = zeros(comptime!(p.fragments()));
-    add_product(&tiles, &mut acc, &tile, p);
+    let acc = product(&tiles, p);
     #[unroll]
     for r in 0..2usize {
         let t = tile.row(r);

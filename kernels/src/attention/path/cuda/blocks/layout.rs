@@ -1,6 +1,6 @@
 //! Where a block's matrices lie in shared memory.
 
-use crate::tile::matrix::{Matrix, Product};
+use crate::tile::{CHUNK, PANEL_DIM};
 
 /// Tokens per block.
 pub const BLOCK: usize = 64;
@@ -8,6 +8,9 @@ pub const BLOCK: usize = 64;
 /// Shared memory of a multiprocessor in bytes, and what each of its blocks takes on top of its own.
 const SHARED_BYTES: usize = 228 << 10;
 const RESERVED_BYTES: usize = 1 << 10;
+
+/// Chunks of a square.
+const SQUARE: usize = BLOCK * BLOCK / CHUNK;
 
 /// Bytes of a chunk, and of a block's [`Numbers`](super::memory::Numbers).
 const CHUNK_BYTES: usize = 16;
@@ -18,26 +21,35 @@ pub const fn two_fit(chunks: usize) -> bool {
     2 * (chunks * CHUNK_BYTES + NUMBER_BYTES + RESERVED_BYTES) <= SHARED_BYTES
 }
 
+/// A matrix in bf16 in shared memory, in panels of 64 columns with the swizzle of `wgmma`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Panels {
+    /// The first chunk.
+    pub at: usize,
+    /// Rows.
+    pub rows: usize,
+}
+
 /// A matrix of the block's tokens in bf16, or the sum of two: each number rounded, and the rest rounded, which leaves
 /// about 16 bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Operand {
     /// The numbers, rounded.
-    pub high: Matrix,
+    pub high: Panels,
     /// The rest.
-    pub low: Option<Matrix>,
+    pub low: Option<Panels>,
 }
 
 impl Operand {
     /// A matrix in bf16.
-    pub const fn exact(at: usize, columns: usize) -> Self {
-        Operand { high: Matrix::new(at, columns), low: None }
+    pub const fn exact(at: usize) -> Self {
+        Operand { high: Panels { at, rows: BLOCK }, low: None }
     }
 
-    /// The sum of two.
-    pub const fn split(at: usize, columns: usize) -> Self {
-        let high = Matrix::new(at, columns);
-        Operand { high, low: Some(Matrix::new(high.end(BLOCK), columns)) }
+    /// The sum of two, `chunks` chunks each.
+    pub const fn split(at: usize, chunks: usize) -> Self {
+        let low = Some(Panels { at: at + chunks, rows: BLOCK });
+        Operand { low, ..Self::exact(at) }
     }
 
     /// The numbers without the rest.
@@ -45,26 +57,9 @@ impl Operand {
         Operand { low: None, ..self }
     }
 
-    const fn end(self) -> usize {
-        match self.low {
-            Some(low) => low.end(BLOCK),
-            None => self.high.end(BLOCK),
-        }
-    }
-
-    /// A·B.
-    pub const fn ab(a: Self, b: Self, mnk: [usize; 3]) -> Product {
-        Product::ab(a.high, b.high, mnk).and_low(a.low, b.low)
-    }
-
-    /// A·Bᵀ.
-    pub const fn abt(a: Self, b: Self, mnk: [usize; 3]) -> Product {
-        Product::abt(a.high, b.high, mnk).and_low(a.low, b.low)
-    }
-
-    /// Aᵀ·B.
-    pub const fn atb(a: Self, b: Self, mnk: [usize; 3]) -> Product {
-        Product::atb(a.high, b.high, mnk).and_low(a.low, b.low)
+    /// The same place for a matrix of `rows` rows in bf16.
+    pub const fn with_rows(self, rows: usize) -> Self {
+        Operand { high: Panels { rows, ..self.high }, low: None }
     }
 }
 
@@ -82,57 +77,69 @@ pub struct BlockConfig {
 }
 
 impl BlockConfig {
-    const fn vectors(&self, at: usize) -> Operand {
-        Operand::split(at, self.head_dim)
+    /// Channels in products: more than 64 become 128.
+    pub const fn columns(&self) -> usize {
+        if self.head_dim <= PANEL_DIM { self.head_dim } else { 2 * PANEL_DIM }
     }
 
-    const fn square(at: usize) -> Operand {
-        Operand::split(at, BLOCK)
+    /// Rows of a transform in products.
+    pub const fn rows_of_transform(&self) -> usize {
+        self.head_dim.div_ceil(PANEL_DIM) * PANEL_DIM
+    }
+
+    /// Chunks of vectors.
+    const fn width(&self) -> usize {
+        BLOCK * self.rows_of_transform() / CHUNK
     }
 
     /// The directions w.
     pub const fn w(&self) -> Operand {
-        self.vectors(0)
+        Operand::split(0, self.width())
     }
 
     /// Keys.
     pub const fn k(&self) -> Operand {
-        Operand::exact(self.w().end(), self.head_dim)
+        Operand::exact(2 * self.width())
     }
 
     /// The factor Y of the block's transform I − Yᵀ W.
     pub const fn y(&self) -> Operand {
-        self.vectors(self.k().end())
+        Operand::split(3 * self.width(), self.width())
     }
 
     /// The matrix m.
     pub const fn m(&self) -> Operand {
-        Self::square(self.y().end())
+        Operand::split(5 * self.width(), SQUARE)
     }
 
     /// The inverse G; later −c, and further squares.
     pub const fn c(&self) -> Operand {
-        Self::square(self.m().end())
+        Operand::split(5 * self.width() + 2 * SQUARE, SQUARE)
+    }
+
+    /// The first chunk behind c.
+    const fn behind_c(&self) -> usize {
+        5 * self.width() + 4 * SQUARE
     }
 
     /// Queries.
     pub const fn q(&self) -> Operand {
-        Operand::exact(self.c().end(), self.head_dim)
+        Operand::exact(self.behind_c())
     }
 
     /// Values, in the forward pass.
     pub const fn v(&self) -> Operand {
-        Operand::exact(self.q().end(), self.head_dim)
+        Operand::exact(self.behind_c() + self.width())
     }
 
     /// Chunks of the forward pass.
     pub const fn forward_chunks(&self) -> usize {
-        self.v().end()
+        self.behind_c() + 2 * self.width()
     }
 
     /// Gradients of vectors, in the backward pass.
     pub const fn x(&self) -> Operand {
-        self.vectors(self.q().end())
+        Operand::split(self.behind_c() + self.width(), self.width())
     }
 
     /// dO, in place of [`BlockConfig::x`].
@@ -142,34 +149,26 @@ impl BlockConfig {
 
     /// Values in the backward pass, behind dO.
     pub const fn values_back(&self) -> Operand {
-        Operand::exact(self.d_o().end(), self.head_dim)
+        Operand::exact(self.behind_c() + 2 * self.width())
+    }
+
+    /// A part of the gradient of R, in place of [`BlockConfig::x`].
+    pub const fn d_r(&self) -> Operand {
+        self.x().with_rows(self.rows_of_transform())
     }
 
     /// dS; later the gradient of m.
     pub const fn ds(&self) -> Operand {
-        Self::square(self.x().end())
+        Operand::split(self.behind_c() + 3 * self.width(), SQUARE)
     }
 
     /// Weights; then dc, later the gradient of W Wᵀ.
     pub const fn dc(&self) -> Operand {
-        Self::square(self.ds().end())
+        Operand::split(self.behind_c() + 3 * self.width() + 2 * SQUARE, SQUARE)
     }
 
     /// Chunks of the backward pass.
     pub const fn backward_chunks(&self) -> usize {
-        self.dc().end()
-    }
-
-    /// The sizes of a product with a square as its result, over the channels.
-    pub const fn over_channels(&self) -> [usize; 3] {
-        [BLOCK, BLOCK, self.head_dim]
-    }
-
-    /// The sizes of a product with vectors as its result, over the tokens.
-    pub const fn over_tokens(&self) -> [usize; 3] {
-        [BLOCK, self.head_dim, BLOCK]
+        self.behind_c() + 3 * self.width() + 4 * SQUARE
     }
 }
-
-/// The sizes of a product of squares.
-pub const SQUARES: [usize; 3] = [BLOCK; 3];

@@ -4,12 +4,13 @@ use burn::tensor::bf16;
 use cubecl::prelude::*;
 
 use super::layout::{BLOCK, BlockConfig, Operand};
+use super::product::{GROUPS, WarpTile, place_in, start_load};
 use crate::attention::decay::Sums;
 use crate::attention::flash::Strides;
-use crate::tile::matrix::{Product, WarpTile, pair, read_pair, write_pair};
+use crate::tile::matrix::pair;
 use crate::tile::product::Quad;
-use crate::tile::rows::{Own, rounds, start_load};
-use crate::tile::{Accumulator, Bf16Pair, CHUNK, Chunk, Pair, RowStrides, sum_of_four};
+use crate::tile::rows::{Own, rounds};
+use crate::tile::{Accumulator, CHUNK, Chunk, Pair, RowStrides, sum_of_four};
 
 /// Chunks of a row of a square.
 pub const SQUARE_CHUNKS: usize = BLOCK / CHUNK;
@@ -154,7 +155,7 @@ pub struct Numbers {
     pub lse: SharedMemory<f32>,
     /// The queries' δ.
     pub delta: SharedMemory<f32>,
-    /// Parts of rows' sums, of up to two tiles beside one another: a set of those for each number of a kernel.
+    /// Parts of rows' sums, of both warpgroups: a set of those for each of two numbers of a kernel.
     pub of_rows: SharedMemory<f32>,
     /// Parts of columns' sums, of four tiles below one another.
     pub of_columns: SharedMemory<f32>,
@@ -169,7 +170,7 @@ impl Numbers {
             sums: SharedMemory::<f32>::new(BLOCK),
             lse: SharedMemory::<f32>::new(BLOCK),
             delta: SharedMemory::<f32>::new(BLOCK),
-            of_rows: SharedMemory::<f32>::new(comptime!(4 * BLOCK)),
+            of_rows: SharedMemory::<f32>::new(comptime!(2 * GROUPS * BLOCK)),
             of_columns: SharedMemory::<f32>::new(comptime!(4 * BLOCK)),
         }
     }
@@ -213,21 +214,18 @@ impl Numbers {
         score * crate::tile::LOG2_E
     }
 
-    /// Writes the part of a sum over a row of the warp's tile, of which `sum` is the lane's.
+    /// Writes the part of a sum over a row of the warpgroup's columns, of which `sum` is the lane's.
     pub fn put_row(&mut self, sum: f32, row: usize, tile: &WarpTile, #[comptime] set: usize) {
         let sum = sum_of_four(sum);
         if UNIT_POS % 4 == 0 {
-            self.of_rows[comptime!(set * 2 * BLOCK) + tile.across * BLOCK + row] = sum;
+            self.of_rows[(comptime!(set * GROUPS) + tile.group) * BLOCK + row] = sum;
         }
     }
 
     /// The sum over a row of a product's result.
-    pub fn row(&self, row: usize, #[comptime] set: usize, #[comptime] p: Product) -> f32 {
-        let mut sum = self.of_rows[comptime!(set * 2 * BLOCK) + row];
-        if comptime!(p.across() == 2) {
-            sum += self.of_rows[comptime!((set * 2 + 1) * BLOCK) + row];
-        }
-        sum
+    pub fn row(&self, row: usize, #[comptime] set: usize) -> f32 {
+        let first = comptime!(set * GROUPS * BLOCK);
+        self.of_rows[first + row] + self.of_rows[comptime!(first + BLOCK) + row]
     }
 }
 
@@ -274,7 +272,8 @@ pub fn start_head(
 ) {
     let (base, stride) = of.rows(head, &source.strides);
     let d = config.head_dim;
-    start_load(arena, &source.chunks, base, stride, of.count, to.high, BLOCK, d);
+    let columns = comptime!(config.columns());
+    start_load(arena, &source.chunks, base, stride, of.count, d, comptime!(to.high), columns);
 }
 
 /// Starts to read the block's inverse G from `[blocks, 2, 64, 64]`.
@@ -286,10 +285,10 @@ pub fn start_inverse(
 ) {
     let base = CUBE_POS_X as usize * comptime!(2 * BLOCK * SQUARE_CHUNKS);
     let (stride, rows) = (SQUARE_CHUNKS.runtime(), BLOCK.runtime());
-    start_load(arena, inverses, base, stride, rows, to.high, BLOCK, BLOCK);
+    start_load(arena, inverses, base, stride, rows, BLOCK, comptime!(to.high), BLOCK);
     if let Some(low) = comptime!(to.low) {
         let base = base + comptime!(BLOCK * SQUARE_CHUNKS);
-        start_load(arena, inverses, base, stride, rows, low, BLOCK, BLOCK);
+        start_load(arena, inverses, base, stride, rows, BLOCK, low, BLOCK);
     }
 }
 
@@ -327,79 +326,36 @@ pub fn load_directions(
     let (base, stride) = of.rows(of.kv_head, &inputs.w.strides);
     let (betas, beta_stride) = of.betas(inputs);
     #[unroll]
-    for round in 0..comptime!(rounds(BLOCK, d)) {
-        let at = Own::new(round, BLOCK, d);
+    for round in 0..comptime!(rounds(BLOCK, config.columns())) {
+        let at = Own::new(round, BLOCK, comptime!(config.columns()));
         if at.exists {
             let row = min(at.row, of.count - 1);
-            let from = (base + row * stride + at.chunk) * 2;
-            let factor = select(at.row < of.count, 1f32, 0f32);
+            let exists = (at.row < of.count) & (at.chunk < comptime!(d / CHUNK));
+            let from = (base + row * stride + select(exists, at.chunk, 0usize)) * 2;
+            let factor = select(exists, 1f32, 0f32);
             let (first, second) = (inputs.w.quads[from], inputs.w.quads[from + 1]);
-            let place = at.row * w.high.row + at.chunk;
             let (high, low) = split(first, second, factor);
-            arena[w.high.at + place] = high;
-            arena[w_low.at + place] = low;
+            arena[place_in(at.row, at.chunk, comptime!(w.high))] = high;
+            arena[place_in(at.row, at.chunk, w_low)] = low;
             if comptime!(weighted) {
                 let beta = inputs.beta[betas + row * beta_stride];
                 let (high, low) = split(first, second, factor * beta);
-                arena[y.high.at + place] = high;
-                arena[y_low.at + place] = low;
+                arena[place_in(at.row, at.chunk, comptime!(y.high))] = high;
+                arena[place_in(at.row, at.chunk, y_low)] = low;
             }
         }
     }
 }
 
-/// Writes an accumulator.
-#[cube]
-pub fn write(
-    arena: &mut SharedMemory<Chunk>,
-    acc: &Accumulator,
-    tile: &WarpTile,
-    #[comptime] to: Operand,
-    #[comptime] p: Product,
-) {
-    let low = comptime!(to.low.expect("the sum of two matrices"));
-    #[unroll]
-    for r in 0..2usize {
-        #[unroll]
-        for f in 0..comptime!(p.fragments()) {
-            let value = acc.index(f)[r];
-            let rest = value - Pair::cast_from(Bf16Pair::cast_from(value));
-            let (row, column) = (tile.row(r), tile.column(f));
-            write_pair(arena, value, row, column, to.high);
-            write_pair(arena, rest, row, column, low);
-        }
-    }
-}
-
-/// The element pair at an even column.
-#[cube]
-pub fn read(
-    arena: &SharedMemory<Chunk>,
-    row: usize,
-    column: usize,
-    #[comptime] from: Operand,
-) -> Pair {
-    let mut value = read_pair(arena, row, column, from.high);
-    if let Some(low) = comptime!(from.low) {
-        value += read_pair(arena, row, column, low);
-    }
-    value
-}
-
 /// Leaves the elements of a square below the diagonal, and those on it if `diagonal`; the others become 0.
 #[cube]
-pub fn keep_lower(
-    acc: &mut Accumulator,
-    tile: &WarpTile,
-    #[comptime] diagonal: bool,
-    #[comptime] p: Product,
-) {
+pub fn keep_lower(acc: &mut Accumulator, tile: &WarpTile, #[comptime] diagonal: bool) {
     let on = comptime!(if diagonal { 1usize } else { 0usize });
     #[unroll]
     for r in 0..2usize {
         let end = tile.row(r) + on;
         #[unroll]
-        for f in 0..comptime!(p.fragments()) {
+        for f in 0..acc.len() {
             let column = tile.column(f);
             let fragment = acc.index_mut(f);
             let value = fragment[r];
@@ -412,12 +368,90 @@ pub fn keep_lower(
 
 /// The sum over the lane's part of row `r` of the products of two accumulators' elements.
 #[cube]
-pub fn dot(a: &Accumulator, b: &Accumulator, #[comptime] r: usize, #[comptime] p: Product) -> f32 {
+pub fn dot(a: &Accumulator, b: &Accumulator, #[comptime] r: usize) -> f32 {
     let mut sum = 0f32;
     #[unroll]
-    for f in 0..comptime!(p.fragments()) {
+    for f in 0..a.len() {
         let product = a.index(f)[r] * b.index(f)[r];
         sum += product[0] + product[1];
     }
     sum
+}
+
+/// Multiplies the rows of an accumulator by factors in shared memory.
+#[cube]
+pub fn scale_rows(acc: &mut Accumulator, factors: &SharedMemory<f32>, tile: &WarpTile) {
+    #[unroll]
+    for r in 0..2usize {
+        let factor = factors[tile.row(r)];
+        #[unroll]
+        for f in 0..acc.len() {
+            let fragment = acc.index_mut(f);
+            fragment[r] = fragment[r] * Pair::cast_from(factor);
+        }
+    }
+}
+
+/// Multiplies an accumulator by a number.
+#[cube]
+pub fn scale(acc: &mut Accumulator, factor: f32) {
+    #[unroll]
+    for f in 0..acc.len() {
+        let fragment = acc.index_mut(f);
+        #[unroll]
+        for r in 0..2usize {
+            fragment[r] = fragment[r] * Pair::cast_from(factor);
+        }
+    }
+}
+
+/// Writes an accumulator's channels to rows of `stride` pairs in global memory, from pair `base` on.
+#[cube]
+pub fn write_numbers(
+    numbers: &mut Array<Pair>,
+    acc: &Accumulator,
+    tile: &WarpTile,
+    base: usize,
+    stride: usize,
+    #[comptime] config: BlockConfig,
+) {
+    #[unroll]
+    for f in 0..acc.len() {
+        let column = tile.column(f);
+        if has_column(column, config) {
+            #[unroll]
+            for r in 0..2usize {
+                numbers[base + tile.row(r) * stride + column / 2] = acc.index(f)[r];
+            }
+        }
+    }
+}
+
+/// The inverse of [`write_numbers`]; other channels become 0.
+#[cube]
+pub fn read_numbers(
+    acc: &mut Accumulator,
+    numbers: &Array<Pair>,
+    tile: &WarpTile,
+    base: usize,
+    stride: usize,
+    #[comptime] config: BlockConfig,
+) {
+    #[unroll]
+    for f in 0..acc.len() {
+        let column = tile.column(f);
+        let exists = has_column(column, config);
+        let fragment = acc.index_mut(f);
+        #[unroll]
+        for r in 0..2usize {
+            let from = base + tile.row(r) * stride + select(exists, column / 2, 0usize);
+            fragment[r] = numbers[from] * Pair::cast_from(select(exists, 1f32, 0f32));
+        }
+    }
+}
+
+/// Whether there is this channel, of those in products.
+#[cube]
+pub fn has_column(column: usize, #[comptime] config: BlockConfig) -> bool {
+    comptime!(config.columns() == config.head_dim) || column < config.head_dim
 }

@@ -13,6 +13,7 @@ mod forward;
 mod inverses;
 mod layout;
 mod memory;
+mod product;
 #[cfg(test)]
 mod tests;
 
