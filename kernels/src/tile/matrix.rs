@@ -9,7 +9,7 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 
 use super::product::THREADS;
-use super::{Accumulator, Bf16Pair, CHUNK, Chunk, Pair, half, keep_loop};
+use super::{Accumulator, Bf16Pair, CHUNK, Chunk, Pair, half};
 
 /// Warps of a block.
 pub const WARPS: usize = THREADS / 32;
@@ -53,8 +53,6 @@ enum Form {
 pub struct Product {
     a: Matrix,
     b: Matrix,
-    a_low: Option<Matrix>,
-    b_low: Option<Matrix>,
     form: Form,
     m: usize,
     n: usize,
@@ -65,13 +63,7 @@ impl Product {
     const fn new(form: Form, a: Matrix, b: Matrix, [m, n, k]: [usize; 3]) -> Self {
         assert!(m.is_multiple_of(STEP) && n.is_multiple_of(STEP) && k.is_multiple_of(STEP));
         assert!(m <= WARPS * STEP);
-        Product { a, b, a_low: None, b_low: None, form, m, n, k }
-    }
-
-    /// The same product of sums of two matrices: of A and `a`, if there is one, and of B and `b`. Without that of `a` and
-    /// `b`, which are small beside A and B.
-    pub const fn and_low(self, a: Option<Matrix>, b: Option<Matrix>) -> Self {
-        Product { a_low: a, b_low: b, ..self }
+        Product { a, b, form, m, n, k }
     }
 
     /// A·B.
@@ -98,7 +90,7 @@ impl Product {
     }
 
     /// Tiles beside one another: as many as there are warps for, of equal width.
-    pub const fn across(&self) -> usize {
+    const fn across(&self) -> usize {
         let mut across = WARPS / (self.m / STEP);
         while !(self.n / STEP).is_multiple_of(across) {
             across -= 1;
@@ -168,79 +160,55 @@ pub fn add_product(
     #[comptime] p: Product,
 ) {
     let def = MmaDefinition::<bf16, bf16, f32>::new(16usize, 8usize, 16usize);
-    if comptime!(p.a_low.is_some() || p.b_low.is_some()) {
-        keep_loop();
-    }
     for step in 0..comptime!(p.k / STEP) {
-        let a = load_a(&def, arena, tile, step, p.a, p);
-        let mut lows = Sequence::<Array<Bf16Pair>>::new();
-        if let Some(low) = comptime!(p.a_low) {
-            lows.push(load_a(&def, arena, tile, step, low, p));
-        }
+        let a = load_a(&def, arena, tile, step, p);
         #[unroll]
         for pair in 0..comptime!(p.fragments() / 2) {
             let column = tile.column + comptime!(pair * STEP);
-            let four = load_b(&def, arena, column, step, p.b, p);
+            let four = load_b(&def, arena, column, step, p);
             #[unroll]
             for h in 0..2usize {
                 let c = acc.index_mut(comptime!(pair * 2 + h));
                 def.execute_inplace(&a, &half(&four, h), c);
             }
-            if comptime!(p.a_low.is_some()) {
-                #[unroll]
-                for h in 0..2usize {
-                    let c = acc.index_mut(comptime!(pair * 2 + h));
-                    def.execute_inplace(lows.index(0usize), &half(&four, h), c);
-                }
-            }
-            if let Some(low) = comptime!(p.b_low) {
-                let four = load_b(&def, arena, column, step, low, p);
-                #[unroll]
-                for h in 0..2usize {
-                    let c = acc.index_mut(comptime!(pair * 2 + h));
-                    def.execute_inplace(&a, &half(&four, h), c);
-                }
-            }
         }
     }
 }
 
-/// The fragment of A, or of its low part, of the warp's rows and a step of the sum.
+/// The fragment of A of the warp's rows and a step of the sum.
 #[cube]
 fn load_a(
     def: &MmaDefinition<bf16, bf16, f32>,
     arena: &SharedMemory<Chunk>,
     tile: &WarpTile,
     step: usize,
-    #[comptime] a: Matrix,
     #[comptime] p: Product,
 ) -> Array<Bf16Pair> {
     let lane = UNIT_POS_PLANE as usize;
     let (eight, within, second) = (lane / 8 % 2, lane % 8, lane / 16);
-    let mut at = a.at + (tile.down * STEP + lane % 16) * a.row + step * 2 + second;
+    let mut at = p.a.at + (tile.down * STEP + lane % 16) * p.a.row + step * 2 + second;
     if comptime!(p.first_transposed()) {
-        at = a.at + (step * STEP + second * 8 + within) * a.row + tile.down * 2 + eight;
+        at = p.a.at + (step * STEP + second * 8 + within) * p.a.row + tile.down * 2 + eight;
     }
     let slice = arena.slice(at, at + 1);
     let transposed = comptime!(p.first_transposed());
     def.load_matrix::<_, Const<2>>(&slice, MatrixIdent::A, 4usize, transposed)
 }
 
-/// Two fragments of B, or of its low part: 16 columns from `column` on.
+/// Two fragments of B: 16 columns from `column` on.
 #[cube]
 fn load_b(
     def: &MmaDefinition<bf16, bf16, f32>,
     arena: &SharedMemory<Chunk>,
     column: usize,
     step: usize,
-    #[comptime] b: Matrix,
     #[comptime] p: Product,
 ) -> Array<Bf16Pair> {
     let lane = UNIT_POS_PLANE as usize;
     let (eight, within, second) = (lane / 8 % 2, lane % 8, lane / 16);
-    let mut at = b.at + (step * STEP + lane % 16) * b.row + column / 8 + second;
+    let mut at = p.b.at + (step * STEP + lane % 16) * p.b.row + column / 8 + second;
     if comptime!(p.second_transposed()) {
-        at = b.at + (column + second * 8 + within) * b.row + step * 2 + eight;
+        at = p.b.at + (column + second * 8 + within) * p.b.row + step * 2 + eight;
     }
     let slice = arena.slice(at, at + 1);
     let transposed = comptime!(!p.second_transposed());
@@ -270,19 +238,6 @@ pub fn scale_rows(
         #[unroll]
         for f in 0..comptime!(p.fragments()) {
             let fragment = acc.index_mut(f);
-            fragment[r] = fragment[r] * Pair::cast_from(factor);
-        }
-    }
-}
-
-/// Multiplies an accumulator by a number.
-#[cube]
-pub fn scale(acc: &mut Accumulator, factor: f32, #[comptime] fragments: usize) {
-    #[unroll]
-    for f in 0..fragments {
-        let fragment = acc.index_mut(f);
-        #[unroll]
-        for r in 0..2usize {
             fragment[r] = fragment[r] * Pair::cast_from(factor);
         }
     }

@@ -199,9 +199,7 @@ pub fn diagonal_vectors_back(
         let base = of.query(head, &sizes) * pairs;
         let to = &mut near;
         of_reader(&mut arena, arrays, &numbers, to, &of, base, &own, false, mild, layout, config);
-        if comptime!(config.corrects()) {
-            start_reader(&mut arena, inputs, arrays, &of, head + 1, &sizes, layout, config);
-        } else if head + 1 < group {
+        if comptime!(config.corrects()) || head + 1 < group {
             start_reader(&mut arena, inputs, arrays, &of, head + 1, &sizes, layout, config);
         }
         if own.exists {

@@ -9,10 +9,10 @@ use burn::tensor::bf16;
 use cubecl::prelude::*;
 
 use super::moves::{LevelSizes, MoveConfig, Movers, Moving, own_panel};
-use super::split::{SplitRows, SplitTile, at_most, place_in, shared_tile};
+use super::split::{SplitRows, SplitTile, at_most, shared_tile};
 use crate::tile::copies::{copy_chunk, wait_for_chunks};
 use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS, start_panels_atb, uninit, wait};
-use crate::tile::{Accumulator, CHUNK, Chunk, PANEL, PANEL_DIM, Pair, zeros};
+use crate::tile::{Accumulator, CHUNK, Chunk, PANEL, PANEL_DIM, Pair, place_in, zeros};
 
 /// Most tokens of a piece: the products of a part's transform are summed by pieces, then over these.
 pub const PIECE: usize = 512;

@@ -15,7 +15,7 @@ use crate::tile::warpgroup::{
     set_a_frag, start_panels_atb, start_tile_ab, start_tile_abt, uninit_a_frags,
 };
 use crate::tile::{
-    AFragments, ALIGN, Accumulator, Bf16Pair, CHUNK, Chunk, PANEL, PANEL_DIM, Pair, place,
+    AFragments, ALIGN, Accumulator, Bf16Pair, CHUNK, Chunk, PANEL, PANEL_DIM, Pair, place_in,
 };
 
 /// Rows in global memory, each as the sum of two.
@@ -280,12 +280,6 @@ impl SplitTile {
         start_panels_atb(&self.low, zero, &right.high, zero, acc, false, rows);
         start_panels_atb(&self.high, zero, &right.low, zero, acc, false, rows);
     }
-}
-
-/// Where a chunk lies in a matrix of `rows` rows.
-#[cube]
-pub fn place_in(row: usize, chunk: usize, #[comptime] rows: usize) -> usize {
-    chunk / PANEL * rows * PANEL + place(row as u32, (chunk % PANEL) as u32)
 }
 
 /// Panels of a matrix of `columns` columns.

@@ -9,7 +9,7 @@ use super::forward::{add_rows, begin, begin_head};
 use super::layout::{BLOCK, BlockConfig};
 use super::memory::{
     BlockInputs, BlockOf, BlockShape, HeadChunks, Numbers, dot, first_visible, has_column,
-    keep_lower, read_numbers, scale, scale_rows, start_head, start_inverse, write_numbers,
+    keep_lower, read_numbers, scale_rows, start_head, start_inverse, write_numbers,
 };
 use super::product::{
     Product, WarpTile, add_product, finish_loads, product, read, start_load, start_product, sync,
@@ -17,7 +17,7 @@ use super::product::{
 };
 use crate::attention::flash::HeadPairs;
 use crate::tile::warpgroup::wait;
-use crate::tile::{ALIGN, Accumulator, CHUNK, Chunk, Pair, define_exp2, exp2, zeros};
+use crate::tile::{ALIGN, Accumulator, CHUNK, Chunk, Pair, define_exp2, exp2, scale, zeros};
 
 /// The gradients that the pass starts from; N is the number of tokens rounded up to whole blocks. Those of q, k and R are
 /// sums of two.

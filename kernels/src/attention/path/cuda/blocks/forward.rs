@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use super::layout::{BLOCK, BlockConfig, Operand, two_fit};
 use super::memory::{
     BlockInputs, BlockOf, BlockShape, Numbers, first_visible, has_column, keep_lower,
-    load_directions, scale, scale_rows, start_head, start_inverse, write_numbers,
+    load_directions, scale_rows, start_head, start_inverse, write_numbers,
 };
 use super::product::{
     Product, WarpTile, add_product, finish_loads, product, read, start_product, sync, write,
@@ -15,7 +15,7 @@ use crate::tile::product::THREADS;
 use crate::tile::roles::two_blocks_per_multiprocessor;
 use crate::tile::warpgroup::wait;
 use crate::tile::{
-    ALIGN, Accumulator, Bf16Pair, Chunk, MASKED, Pair, define_exp2, exp2, log2, zeros,
+    ALIGN, Accumulator, Bf16Pair, Chunk, MASKED, Pair, define_exp2, exp2, log2, scale, zeros,
 };
 
 /// The moved vectors and the transforms; N is the number of tokens rounded up to whole blocks. Rows past the last token

@@ -4,7 +4,7 @@ use burn::tensor::bf16;
 use cubecl::prelude::*;
 
 use super::layout::{BLOCK, BlockConfig, Operand};
-use super::product::{GROUPS, WarpTile, place_in, start_load};
+use super::product::{GROUPS, WarpTile, chunk_in, start_load};
 use crate::attention::decay::Sums;
 use crate::attention::flash::Strides;
 use crate::tile::matrix::pair;
@@ -335,13 +335,13 @@ pub fn load_directions(
             let factor = select(exists, 1f32, 0f32);
             let (first, second) = (inputs.w.quads[from], inputs.w.quads[from + 1]);
             let (high, low) = split(first, second, factor);
-            arena[place_in(at.row, at.chunk, comptime!(w.high))] = high;
-            arena[place_in(at.row, at.chunk, w_low)] = low;
+            arena[chunk_in(at.row, at.chunk, comptime!(w.high))] = high;
+            arena[chunk_in(at.row, at.chunk, w_low)] = low;
             if comptime!(weighted) {
                 let beta = inputs.beta[betas + row * beta_stride];
                 let (high, low) = split(first, second, factor * beta);
-                arena[place_in(at.row, at.chunk, comptime!(y.high))] = high;
-                arena[place_in(at.row, at.chunk, y_low)] = low;
+                arena[chunk_in(at.row, at.chunk, comptime!(y.high))] = high;
+                arena[chunk_in(at.row, at.chunk, y_low)] = low;
             }
         }
     }
@@ -387,19 +387,6 @@ pub fn scale_rows(acc: &mut Accumulator, factors: &SharedMemory<f32>, tile: &War
         #[unroll]
         for f in 0..acc.len() {
             let fragment = acc.index_mut(f);
-            fragment[r] = fragment[r] * Pair::cast_from(factor);
-        }
-    }
-}
-
-/// Multiplies an accumulator by a number.
-#[cube]
-pub fn scale(acc: &mut Accumulator, factor: f32) {
-    #[unroll]
-    for f in 0..acc.len() {
-        let fragment = acc.index_mut(f);
-        #[unroll]
-        for r in 0..2usize {
             fragment[r] = fragment[r] * Pair::cast_from(factor);
         }
     }

@@ -9,7 +9,7 @@ use super::layout::{BLOCK, BlockConfig, Operand, Panels};
 use crate::tile::copies::{copy_chunk, wait_for_chunks};
 use crate::tile::rows::{Own, rounds};
 use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS, SmemOperand, start_tiles, wait};
-use crate::tile::{Accumulator, Bf16Pair, CHUNK, Chunk, PANEL, PANEL_DIM, Pair, place, zeros};
+use crate::tile::{Accumulator, Bf16Pair, CHUNK, Chunk, PANEL, PANEL_DIM, Pair, place_in, zeros};
 
 /// Warpgroups of a block.
 pub const GROUPS: usize = 2;
@@ -234,21 +234,21 @@ pub fn start_load(
             let row = base + min(at.row, count - 1) * stride;
             let exists = (at.row < count) & (at.chunk < comptime!(width / CHUNK));
             let from = row + select(exists, at.chunk, 0usize);
-            copy_chunk(arena, place_in(at.row, at.chunk, to), source, from, exists);
+            copy_chunk(arena, chunk_in(at.row, at.chunk, to), source, from, exists);
         }
     }
 }
 
 /// Where a chunk of a matrix lies.
 #[cube]
-pub fn place_in(row: usize, chunk: usize, #[comptime] of: Panels) -> usize {
-    of.at + chunk / PANEL * comptime!(of.rows * PANEL) + place(row as u32, (chunk % PANEL) as u32)
+pub fn chunk_in(row: usize, chunk: usize, #[comptime] of: Panels) -> usize {
+    of.at + place_in(row, chunk, comptime!(of.rows))
 }
 
 /// Where the element pair at an even column lies.
 #[cube]
 fn pair_in(row: usize, column: usize, #[comptime] of: Panels) -> usize {
-    place_in(row, column / CHUNK, of) * comptime!(CHUNK / 2) + column % CHUNK / 2
+    chunk_in(row, column / CHUNK, of) * comptime!(CHUNK / 2) + column % CHUNK / 2
 }
 
 /// The element pair at an even column.
