@@ -63,7 +63,7 @@ pub fn forward(
 
     // 1. R = Yᵀ W.
     let (w, k, y, m) = comptime!((config.w(), config.k(), config.y(), config.m()));
-    let p = comptime!(Product::atb(y, w, config.to_transform()));
+    let p = comptime!(Product::atb(y, w, config.giving_transform()));
     let acc = product(&arena, p);
     write_transform(&mut moved.r, &acc, &WarpTile::new(p), of.transform(&shape), config);
 

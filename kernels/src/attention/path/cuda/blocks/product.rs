@@ -54,7 +54,7 @@ impl BlockConfig {
     }
 
     /// A transform as the result.
-    pub const fn to_transform(&self) -> Size {
+    pub const fn giving_transform(&self) -> Size {
         Size { m: self.rows_of_transform(), n: self.columns(), k: BLOCK }
     }
 }
