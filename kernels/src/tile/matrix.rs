@@ -311,8 +311,8 @@ pub fn write_rows(
     }
 }
 
-/// Reads the rows of an accumulator before `count`, at least one, as [`write_rows`] writes them. The others are the last of
-/// these.
+/// Reads the rows of an accumulator before `count`, at least one, as [`write_rows`] writes them. The others are the
+/// last of these.
 #[cube]
 pub fn read_rows(
     acc: &mut Accumulator,

@@ -42,8 +42,8 @@ impl Own {
     }
 }
 
-/// Starts to read rows into registers: `columns` columns of those before `count`, at least one, `stride` chunks apart, from
-/// chunk `base` on. The others are those of the last row before `count`.
+/// Starts to read rows into registers: `columns` columns of those before `count`, at least one, `stride` chunks apart,
+/// from chunk `base` on. The others are those of the last row before `count`.
 ///
 /// No read depends on a condition: the compiler would join its value with the other one, and wait for it, at once.
 #[cube]
@@ -130,8 +130,8 @@ pub fn put_scaled(
     }
 }
 
-/// Starts to copy rows from global to shared memory: `columns` columns of those before `count`, `stride` chunks apart, from
-/// chunk `base` on; the others are 0. [`finish_loads`] waits for them.
+/// Starts to copy rows from global to shared memory: `columns` columns of those before `count`, `stride` chunks apart,
+/// from chunk `base` on; the others are 0. [`finish_loads`] waits for them.
 #[cube]
 pub fn start_load(
     arena: &mut SharedMemory<Chunk>,

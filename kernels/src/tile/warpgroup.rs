@@ -236,8 +236,8 @@ pub fn uninit(#[comptime] count: usize) -> Accumulator {
     acc
 }
 
-/// Starts acc += A · B, where A has the 64 rows or columns of a tile from chunk `left_at` on, and B the rows or columns of a
-/// tile from chunk `at` on; the sum is over `steps`·16 elements. Columns of B that begin inside a panel end in it.
+/// Starts acc += A · B, where A has the 64 rows or columns of a tile from chunk `left_at` on, and B the rows or columns
+/// of a tile from chunk `at` on; the sum is over `steps`·16 elements. Columns of B that begin inside a panel end in it.
 #[cube]
 pub fn start_tiles(
     arena: &SharedMemory<Chunk>,

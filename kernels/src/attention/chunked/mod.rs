@@ -100,8 +100,8 @@ pub fn saved_bytes(
     }
 }
 
-/// An operation's forward pass on the core: `inputs` are q, k, v and log decays, one per token or, without weights of an
-/// additive update, one per channel. `None` where the core does not serve them. See [`Chunked`] for the shapes.
+/// An operation's forward pass on the core: `inputs` are q, k, v and log decays, one per token or, without weights of
+/// an additive update, one per channel. `None` where the core does not serve them. See [`Chunked`] for the shapes.
 pub fn forward(
     update: Update,
     inputs: [&CudaTensor; 4],

@@ -45,8 +45,8 @@ pub struct MatrixArrays {
     pub of_states: Array<f32>,
 }
 
-/// The places of matrices in shared memory. Later matrices take the places of those that are no longer read, so that few
-/// steps wait for others.
+/// The places of matrices in shared memory. Later matrices take the places of those that are no longer read, so that
+/// few steps wait for others.
 mod place {
     /// do, and then the gradients of the scores with corrections; dK; dZ̃.
     pub const UPSTREAM: usize = 0;
@@ -292,7 +292,8 @@ pub(super) fn first_of_reader(
     (of.number * readers + reader) * comptime!(config.writers())
 }
 
-/// Writes an accumulator of pairs of tokens as a matrix, rounded, with zeros above the diagonal and, if `strict`, on it.
+/// Writes an accumulator of pairs of tokens as a matrix, rounded, with zeros above the diagonal and, if `strict`, on
+/// it.
 #[cube]
 fn write_lower(
     arena: &mut SharedMemory<Chunk>,

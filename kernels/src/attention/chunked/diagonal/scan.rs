@@ -170,8 +170,8 @@ impl Ahead {
     }
 }
 
-/// A row's states for a part of the value's channels: S' = decay ⊙ S + G S + Kᵀ V. Backward the same with Gᵀ, and Qᵀ do of
-/// each query head in place of Kᵀ V. The state is in registers in f32; products read it rounded to bf16, as it is
+/// A row's states for a part of the value's channels: S' = decay ⊙ S + G S + Kᵀ V. Backward the same with Gᵀ, and Qᵀ do
+/// of each query head in place of Kᵀ V. The state is in registers in f32; products read it rounded to bf16, as it is
 /// written.
 ///
 /// Grid: rows · parts; [`THREADS`](super::super::THREADS) threads.

@@ -87,8 +87,8 @@ struct Numbers {
 /// Warps below one another in results of 64 tokens.
 const DOWN: usize = 4;
 
-/// The gradients of a chunk's vectors and log decays, for chunks whose decays can be split at their middle if `mild`, for
-/// the others if not; the kernel for mild chunks runs first. Apart, the one needs fewer registers.
+/// The gradients of a chunk's vectors and log decays, for chunks whose decays can be split at their middle if `mild`,
+/// for the others if not; the kernel for mild chunks runs first. Apart, the one needs fewer registers.
 ///
 /// Grid: the chunks of all rows; [`THREADS`] threads.
 #[cube(launch_unchecked, fast_math = FastMath::all())]
@@ -241,9 +241,9 @@ fn start_reader(
     }
 }
 
-/// The gradient of a reader that is being loaded, by the state and by its scores; adds to those of the writers and of the
-/// sums. Those of corrections and keys of their own are written once the removal keys, which `remove`, have added to them.
-/// Synchronises before it returns.
+/// The gradient of a reader that is being loaded, by the state and by its scores; adds to those of the writers and of
+/// the sums. Those of corrections and keys of their own are written once the removal keys, which `remove`, have added
+/// to them. Synchronises before it returns.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn of_reader(

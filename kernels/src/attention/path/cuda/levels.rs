@@ -383,7 +383,7 @@ impl MovedGradients {
             (Moving::Keys, &self.k, &rows.k, &of_scores.dk),
         ];
         for (moving, g, x, added) in vectors {
-            let pieces = retreat(level, g, x, added, transforms, moving);
+            let pieces = move_back(level, g, x, added, transforms, moving);
             merge(&self.transforms, transforms, &pieces, &gradients, moving);
         }
         MovedGradients { transforms: gradients, ..self }
@@ -391,7 +391,7 @@ impl MovedGradients {
 }
 
 /// [`move_gradients`] of `g`, in place; returns the pieces of the transforms' gradients.
-fn retreat(
+fn move_back(
     level: &Level,
     g: &CudaTensor,
     x: &CudaTensor,

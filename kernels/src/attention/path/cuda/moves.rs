@@ -222,8 +222,8 @@ impl AtLevel {
 /// - `blocks`: R of the first level's parts, `[batch, parts, kv_heads, 2, head_dim, head_dim]`
 /// - `above`: R of the further levels, one after the other, each like `blocks`
 ///
-/// Grid: blocks of 64 tokens, heads, batch; a warpgroup, which keeps its vectors in registers, each number as the sum of
-/// two in bf16.
+/// Grid: blocks of 64 tokens, heads, batch; a warpgroup, which keeps its vectors in registers, each number as the sum
+/// of two in bf16.
 #[cube(launch_unchecked, address_type = "u64")]
 pub fn move_vectors(
     x: &Array<Pair>,
@@ -381,7 +381,7 @@ pub fn merge_transforms(
         sync_cube();
         let warp = plane_shuffle(UNIT_POS / 32, 0u32) as usize;
         let mut acc = uninit(comptime!(head_dim / 8));
-        left.start_ab(zero, &right, &mut acc, true);
+        left.start_ab(&right, &mut acc);
         wait(&mut acc, 0usize);
         // Before the tile of R_first changes.
         sync_cube();
@@ -391,5 +391,5 @@ pub fn merge_transforms(
         wait_for_chunks();
     }
     sync_cube();
-    left.store(zero, zero, merged, &to, GROUP_ROWS, threads);
+    left.store(zero, merged, &to, threads);
 }

@@ -60,11 +60,11 @@ pub fn move_gradients(
         x: shared_tile(comptime!(STAGES * config.tile_chunks())),
     };
     let mut transform = SplitTile::new(padded, padded, 1usize);
-    let of_transform = SplitRows::of_matrix(movers.transform, head_dim);
-    transform.start_copy(0usize.runtime(), transforms, &of_transform, threads);
     let mut d_transform = zeros(comptime!(head_dim / 8));
     let first_token = CUBE_POS_X as usize * PIECE;
-    let per_head = (at_most(movers.count - first_token, PIECE) + GROUP_ROWS - 1) / GROUP_ROWS;
+    // A short part may end before the piece.
+    let end = min(movers.count, first_token + PIECE);
+    let per_head = (max(end, first_token) - first_token + GROUP_ROWS - 1) / GROUP_ROWS;
     let count = per_head * group;
     let part = Part {
         movers,
@@ -75,7 +75,12 @@ pub fn move_gradients(
         per_head,
         to_low: to_low as usize,
     };
-    tiles.start(0usize.runtime(), g, x, &part, config);
+    let zero = 0usize.runtime();
+    if count > 0 {
+        let of_transform = SplitRows::of_matrix(movers.transform, head_dim);
+        transform.start_copy(zero, transforms, &of_transform, threads);
+        tiles.start(zero, g, x, &part, config);
+    }
     for number in 0..count {
         wait_for_chunks();
         sync_async_proxy_shared();
@@ -319,7 +324,7 @@ pub fn merge_gradients(
             transform.start_copy(zero, transforms, &of_second, threads);
             let mut acc = sum_pieces(pieces, pair, parts / 2, row + warp_row, count, config);
             finish_copies();
-            d_pair.start_abt(zero, &transform, &mut acc, false);
+            d_pair.start_abt(&transform, &mut acc);
             wait(&mut acc, 0usize);
             // Before the tile changes.
             sync_cube();
@@ -329,7 +334,7 @@ pub fn merge_gradients(
         }
         sync_cube();
         let to = SplitRows::of_matrix(first, head_dim).rows(row);
-        d_pair.store(zero, zero, gradients, &to, GROUP_ROWS, threads);
+        d_pair.store(zero, gradients, &to, threads);
     } else if 2 * pair + 1 < parts {
         let mut d_pair = SplitTile::new(padded, padded, 1usize);
         let mut transform = SplitTile::new(padded, PANEL_DIM, 1usize);
@@ -344,7 +349,7 @@ pub fn merge_gradients(
         d_pair.subtract(zero, &acc, row + warp_row, zero);
         sync_cube();
         let to = SplitRows::of_matrix(first + heads, head_dim).rows(row);
-        d_pair.store(zero, row, gradients, &to, GROUP_ROWS, threads);
+        d_pair.store(row, gradients, &to, threads);
     }
 }
 

@@ -8,11 +8,11 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 use cubecl::zspace::metadata::Metadata;
 
-use super::blocks::Quad;
 use crate::attention::flash::weight::SoftmaxOutput;
 use crate::attention::flash::{Heads, as_u32};
 use crate::cuda::{CudaTensor, buffer, empty};
 use crate::ops::cuda::{THREADS, blocks, dim, dims, elements};
+use crate::tile::product::Quad;
 use crate::tile::{Bf16Pair, CHUNK, Chunk, LOG2_E, MASKED, Pair, RowStrides, exp2};
 
 /// The parts of `part` tokens each into which sequences are cut.
@@ -233,8 +233,8 @@ impl Level {
         }
     }
 
-    /// `added`, `[batch · pairs, heads, part, channels]` in bf16, at its tokens in `half` of the pairs, and 0 elsewhere, as the
-    /// sum of two, `[2, batch, tokens, heads, channels]`.
+    /// `added`, `[batch · pairs, heads, part, channels]` in bf16, at its tokens in `half` of the pairs, and 0
+    /// elsewhere, as the sum of two, `[2, batch, tokens, heads, channels]`.
     pub fn spread(&self, added: &CudaTensor, half: Half) -> CudaTensor {
         let added = Heads::new(added);
         let [_, heads, _, channels] = added.dims;

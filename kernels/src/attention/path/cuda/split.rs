@@ -81,7 +81,7 @@ pub fn at_most(x: usize, #[comptime] most: usize) -> usize {
 #[cube]
 pub fn shared_tile(#[comptime] chunks: usize) -> SharedMemory<Chunk> {
     let mut tile = SharedMemory::<Chunk>::new_aligned(chunks, ALIGN);
-    // Never so: cubecl declares what it sees used.
+    // Never true. cubecl declares what it sees used, and does not see the copies and products.
     if CUBE_DIM == 0 {
         tile[0] = Chunk::cast_from(0f32);
     }
@@ -187,24 +187,22 @@ impl SplitTile {
         }
     }
 
-    /// Writes rows of the matrix from chunk `at` on, from `first` on, to global memory.
+    /// Writes at most 64 rows of the first matrix, from row `first` on, to global memory.
     pub fn store(
         &self,
-        at: usize,
         first: usize,
         target: &mut Array<Chunk>,
         to: &SplitRows,
-        #[comptime] count: usize,
         #[comptime] threads: usize,
     ) {
         let rows = comptime!(self.rows);
         let chunks_per_row = comptime!(self.dim / CHUNK);
         #[unroll]
-        for round in 0..comptime!((count * chunks_per_row).div_ceil(threads)) {
+        for round in 0..comptime!((PANEL_DIM * chunks_per_row).div_ceil(threads)) {
             let own = UNIT_POS as usize + comptime!(round * threads);
             let (row, chunk) = (own / chunks_per_row, own % chunks_per_row);
             if (row < to.count) & (chunk < to.chunks) {
-                let from = at + place_in(first + row, chunk, rows);
+                let from = place_in(first + row, chunk, rows);
                 let place = to.base + row * to.stride + chunk;
                 target[place] = self.high[from];
                 target[place + to.to_low] = self.low[from];
@@ -212,34 +210,22 @@ impl SplitTile {
         }
     }
 
-    /// Starts acc = A · B, or adds if not `fresh`, for the 64 rows of A from `row` on; B is square.
-    pub fn start_ab(
-        &self,
-        row: usize,
-        right: &SplitTile,
-        acc: &mut Accumulator,
-        #[comptime] fresh: bool,
-    ) {
+    /// Starts acc = A · B for a matrix A of 64 rows; B is square.
+    pub fn start_ab(&self, right: &SplitTile, acc: &mut Accumulator) {
         let (rows, steps) = comptime!((self.rows, right.rows / 16));
         let zero = usize::cast_from(0u32);
-        start_tile_ab(&self.high, row, rows, &right.high, zero, acc, fresh, steps);
-        start_tile_ab(&self.low, row, rows, &right.high, zero, acc, false, steps);
-        start_tile_ab(&self.high, row, rows, &right.low, zero, acc, false, steps);
+        start_tile_ab(&self.high, zero, rows, &right.high, zero, acc, true, steps);
+        start_tile_ab(&self.low, zero, rows, &right.high, zero, acc, false, steps);
+        start_tile_ab(&self.high, zero, rows, &right.low, zero, acc, false, steps);
     }
 
-    /// As [`SplitTile::start_ab`], A · Bᵀ.
-    pub fn start_abt(
-        &self,
-        row: usize,
-        right: &SplitTile,
-        acc: &mut Accumulator,
-        #[comptime] fresh: bool,
-    ) {
+    /// Starts acc += A · Bᵀ, likewise.
+    pub fn start_abt(&self, right: &SplitTile, acc: &mut Accumulator) {
         let (rows, n, steps) = comptime!((self.rows, right.rows / 8, right.rows / 16));
         let zero = usize::cast_from(0u32);
-        start_tile_abt(&self.high, row, rows, &right.high, zero, acc, fresh, n, steps);
-        start_tile_abt(&self.low, row, rows, &right.high, zero, acc, false, n, steps);
-        start_tile_abt(&self.high, row, rows, &right.low, zero, acc, false, n, steps);
+        start_tile_abt(&self.high, zero, rows, &right.high, zero, acc, false, n, steps);
+        start_tile_abt(&self.low, zero, rows, &right.high, zero, acc, false, n, steps);
+        start_tile_abt(&self.high, zero, rows, &right.low, zero, acc, false, n, steps);
     }
 
     /// Starts acc = A · B for the 64 columns of B in a panel; A are the first 64 rows of the matrix from chunk `at` on.

@@ -19,8 +19,8 @@ use crate::attention::flash::HeadPairs;
 use crate::tile::warpgroup::wait;
 use crate::tile::{ALIGN, Accumulator, CHUNK, Chunk, Pair, define_exp2, exp2, scale, zeros};
 
-/// The gradients that the pass starts from; N is the number of tokens rounded up to whole blocks. Those of q, k and R are
-/// sums of two.
+/// The gradients that the pass starts from; N is the number of tokens rounded up to whole blocks. Those of q, k and R
+/// are sums of two.
 #[derive(CubeType, CubeLaunch)]
 pub struct Upstream {
     /// dO, `[batch, heads, tokens, head_dim]`.
@@ -365,8 +365,8 @@ fn start_moved(
     start_load(arena, source, base + to_low, stride, rows, d, low, columns);
 }
 
-/// The gradients of the moved keys and of R: adds to those of m, Y and w. Then the first two are in shared memory, and G is in
-/// the place of c.
+/// The gradients of the moved keys and of R: adds to those of m, Y and w. Then the first two are in shared memory, and
+/// G is in the place of c.
 #[cube]
 fn transform_back(
     arena: &mut SharedMemory<Chunk>,
@@ -465,7 +465,7 @@ fn solve_back(
     let line = UNIT_POS as usize % BLOCK;
     let mut d_beta = numbers.row(line, 0usize) + numbers.row(line, 1usize);
 
-    // 2. Of B, and of A below the diagonal: −dA of G without β.
+    // 2. Of the right-hand sides D B and D W, then of A: −D F.
     write(arena, &of_m, &square, ds);
     scale_rows(&mut of_m, &numbers.beta, &square);
     write(arena, &of_m, &square, c);

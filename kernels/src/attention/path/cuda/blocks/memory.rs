@@ -155,7 +155,7 @@ pub struct Numbers {
     pub lse: SharedMemory<f32>,
     /// The queries' δ.
     pub delta: SharedMemory<f32>,
-    /// Parts of rows' sums, of both warpgroups: a set of those for each of two numbers of a kernel.
+    /// Parts of rows' sums or maxima, of both warpgroups, in two sets.
     pub of_rows: SharedMemory<f32>,
     /// Parts of columns' sums, of four tiles below one another.
     pub of_columns: SharedMemory<f32>,
@@ -204,8 +204,8 @@ impl Numbers {
         }
     }
 
-    /// The score of a query and the key of `column`, base 2, with the decay from the key to the block's start; the rest, from
-    /// there to the query, cancels in the softmax.
+    /// The score of a query and the key of `column`, base 2, with the decay from the key to the block's start; the
+    /// rest, from there to the query, cancels in the softmax.
     pub fn score(&self, score: f32, column: usize, #[comptime] config: BlockConfig) -> f32 {
         let mut score = score;
         if comptime!(config.decay) {
@@ -222,7 +222,7 @@ impl Numbers {
         }
     }
 
-    /// The sum over a row of a product's result.
+    /// The sum of a row's parts of a set.
     pub fn row(&self, row: usize, #[comptime] set: usize) -> f32 {
         let first = comptime!(set * GROUPS * BLOCK);
         self.of_rows[first + row] + self.of_rows[comptime!(first + BLOCK) + row]
@@ -292,7 +292,7 @@ pub fn start_inverse(
     }
 }
 
-/// Numbers, rounded, and the rest, rounded.
+/// Eight numbers times a factor as the sum of two chunks.
 #[cube]
 pub fn split(first: Quad, second: Quad, factor: f32) -> (Chunk, Chunk) {
     let mut high = Chunk::cast_from(0f32);
@@ -311,7 +311,7 @@ pub fn split(first: Quad, second: Quad, factor: f32) -> (Chunk, Chunk) {
     (high, low)
 }
 
-/// Reads w, and w times β to the place of Y.
+/// Reads w and, if `weighted`, w times β to the place of Y.
 #[cube]
 pub fn load_directions(
     arena: &mut SharedMemory<Chunk>,

@@ -1,9 +1,9 @@
 //! Blocks of 64 tokens on CUDA: their transforms, the queries and keys moved to their ends, and attention inside
 //! them, forward and backward (`docs/path.md`, "Tiles and blocks").
 //!
-//! A thread block owns a block of one kv head of one sequence, with the queries of all heads of its group. Its
-//! matrices are in shared memory, each as the sum of two in bf16, so that products keep about 16 bits. Every sum has one
-//! owner and a fixed order: equal inputs give equal bits.
+//! A thread block owns a block of one kv head of one sequence, with the queries of all heads of its group. Its matrices
+//! are in shared memory, those that are not in bf16 as the sum of two, so that products keep about 16 bits. Every sum
+//! has one owner and a fixed order: equal inputs give equal bits.
 
 // Device code has no `div_ceil` or `is_multiple_of`.
 #![allow(clippy::manual_div_ceil, clippy::manual_is_multiple_of)]
@@ -32,7 +32,7 @@ use crate::attention::decay::DecaySums;
 use crate::attention::flash::{Heads, as_u32, strides};
 use crate::cuda::{CudaTensor, buffer, contiguous, empty};
 use crate::tile::CHUNK;
-pub use crate::tile::product::{Quad, THREADS};
+use crate::tile::product::THREADS;
 
 /// Elements of a pair.
 const PAIR: usize = 2;
@@ -72,7 +72,8 @@ pub struct MovedBlocks {
     pub q: CudaTensor,
     /// The keys moved to the ends of their blocks, `[batch, N, kv_heads, head_dim]` in f32.
     pub k: CudaTensor,
-    /// R = I − P = Yᵀ W of each block, as the sum of two matrices in bf16, `[batch, N/64, kv_heads, 2, head_dim, head_dim]`.
+    /// R = I − P = Yᵀ W of each block, as the sum of two matrices in bf16, `[batch, N/64, kv_heads, 2, head_dim,
+    /// head_dim]`.
     pub r: CudaTensor,
     /// G = (I + diag(β) A)⁻¹ of each block, as the sum of two matrices in bf16, `[blocks, 2, 64, 64]`.
     pub inverses: CudaTensor,
@@ -88,8 +89,8 @@ pub struct OwnAttention {
     pub lse: CudaTensor,
 }
 
-/// The gradients that [`Blocks::backward`] starts from: dO in bf16; those of moved vectors and of R as sums of two in bf16;
-/// the others in f32.
+/// The gradients that [`Blocks::backward`] starts from: dO in bf16; those of moved vectors and of R as sums of two in
+/// bf16; the others in f32.
 pub struct BlockUpstream<'a> {
     /// dO, `[batch, heads, seq_len, head_dim]`.
     pub d_o: &'a CudaTensor,
@@ -151,10 +152,11 @@ impl Blocks {
         let of_beta: [usize; 3] = beta.meta.shape().dims();
         assert_eq!(of_beta, [batch, kv_heads, tokens], "the shape of beta");
         assert_eq!([w.tensor.dtype, beta.dtype], [DType::F32; 2], "the types of w and beta");
-        // Kernels count pairs in 32 bits.
-        let padded = tokens.next_multiple_of(BLOCK);
-        let most = batch * padded * heads.max(kv_heads * head_dim / BLOCK) * head_dim / PAIR;
-        assert!(u32::try_from(most).is_ok(), "{most} pairs of q or R");
+        // Kernels count in 32 bits: pairs of q and of R, and chunks of G.
+        let of_heads = (head_dim * head_dim / BLOCK).max(2 * BLOCK / CHUNK);
+        let per_token = (heads * head_dim / PAIR).max(kv_heads * of_heads);
+        let most = batch * tokens.next_multiple_of(BLOCK) * per_token;
+        assert!(u32::try_from(most).is_ok(), "{most} pairs of q or R, or chunks of G");
         let beta = beta.clone();
         Blocks { q, k, v, w, beta, scale, window: None, documents: None, decay: None }
     }

@@ -1,7 +1,8 @@
 //! Products of a block's matrices by `wgmma`, with sums in f32 registers.
 //!
-//! A block's two warpgroups share a result of 64 rows: each has half of its columns. So products with results of one
-//! size add to one accumulator, and a result stays in registers for as long as a kernel needs it.
+//! A block's two warpgroups share a result: of 64 rows each has half of the columns, of 128 half of the rows. So
+//! products with results of one size add to one accumulator, and a result stays in registers for as long as a kernel
+//! needs it.
 
 use cubecl::prelude::*;
 
@@ -214,8 +215,8 @@ pub fn finish_loads() {
     sync();
 }
 
-/// Starts to copy a matrix from global to shared memory: `width` columns of the rows before `count`, at least one, `stride`
-/// chunks apart, from chunk `base` on. The other ones of its rows and `columns` columns become 0.
+/// Starts to copy a matrix from global to shared memory: `width` columns of the rows before `count`, at least one,
+/// `stride` chunks apart, from chunk `base` on. The other ones of its rows and `columns` columns become 0.
 #[cube]
 pub fn start_load(
     arena: &mut SharedMemory<Chunk>,
