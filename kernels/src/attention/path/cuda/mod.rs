@@ -6,6 +6,7 @@
 
 mod blocks;
 mod decode;
+mod join;
 mod levels;
 mod moves;
 mod moves_back;
@@ -16,8 +17,9 @@ use burn::tensor::DType;
 
 use self::blocks::{BLOCK, BlockGrads, BlockUpstream, Blocks, OwnAttention};
 pub use self::decode::{PathKvCache, Tokens};
+use self::join::join_attention;
 use self::levels::{Masks, Moved, MovedGradients, Saved};
-use self::parts::{Half, Level, rounded};
+use self::parts::{Half, Level};
 use super::op::Path;
 use crate::attention::decay::{self, DecaySums};
 use crate::attention::flash::{self, Heads, row_dots};
@@ -87,11 +89,12 @@ pub(super) fn forward(
     let call = Call::new(op, inputs, decay, documents);
     let (moved, OwnAttention { o, lse }) = call.blocks.forward();
     let moved = Moved::new(&call.levels, moved);
-    for (i, level) in call.levels.iter().enumerate() {
+    let of_levels = call.levels.iter().enumerate().map(|(i, level)| {
         let rows = moved.rows(i, level, call.v);
-        level.add_attention(&o, &lse, &call.masks.attend(level, &rows));
-    }
-    let mut output = rounded(&o);
+        call.masks.attend(level, &rows)
+    });
+    let of_levels: Vec<_> = of_levels.collect();
+    let mut output = join_attention(&o, &lse, &call.levels, &of_levels);
     output.meta.swap(1, 2);
     let saved = match needs {
         true => inputs.into_iter().chain(decay).chain([&output, &lse]).cloned().collect(),
