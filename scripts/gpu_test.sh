@@ -72,14 +72,16 @@ export -f run_group
 sort -u -o "$work/passed" "$work/passed" # A run that was cut off left it unsorted.
 comm -13 "$work/passed" "$work/tests" |
   sed -E '/^(attention::suites::.*::references|ops)::/s/[^:]*$//' | sort -u > "$work/groups"
-# The slowest first, and one of each module before the next of any: it leaves its compiled kernels to them.
-slowest='::(bf16|length|path|pruning|power|wall)::'
+# Those of long sequences first, which take longest. Of the others the slowest first, and one of each module
+# before the next of any: it leaves its compiled kernels to them.
+slowest='::(bf16|path|pruning|power|wall)::'
 {
   grep '::references::' "$work/groups" || true
   grep -v '::references::' "$work/groups" | grep -E "$slowest" || true
   grep -vE "::references::|$slowest" "$work/groups" || true
 } |
-  awk -F: '{ module = $1 FS $3 FS $5; print before[module]++, $0 }' | sort -s -n -k 1,1 | cut -d ' ' -f 2 |
+  awk -F: '/::length::/ { print 0, $0; next } { module = $1 FS $3 FS $5; print 1 + before[module]++, $0 }' |
+  sort -s -n -k 1,1 | cut -d ' ' -f 2 |
   xargs -P "${JOBS:-$(nproc)}" --process-slot-var=SLOT -I{} bash -c 'run_group {}'
 sort -u -o "$work/passed" "$work/passed"
 echo "$(wc -l < "$work/passed") of $(wc -l < "$work/tests") tests passed"
