@@ -144,7 +144,8 @@ impl Kind {
         channels.into_iter().chain(projections).map(|channels| rows * channels).collect()
     }
 
-    /// Random q, k, v and projections of type `dtype`, and parameters with their initial values.
+    /// Random q, k, v and projections of type `dtype`, in memory one token after the other as in a model, and
+    /// parameters with their initial values.
     pub fn inputs<B: OpBackend>(
         &self,
         layer: &AttentionShape,
@@ -154,7 +155,7 @@ impl Kind {
     ) -> Inputs<B> {
         let (config, views) = (&self.config, self.config.views());
         let heads = |heads: usize, channels: usize| {
-            tensor(random::<B>(&[batch, heads, tokens, channels], 1.0, dtype, device))
+            random_heads::<B>([batch, heads, tokens, channels], dtype, device)
         };
         let projection = |p: &ProjectionSpec| {
             let shape = [batch, tokens, p.features];
@@ -176,6 +177,16 @@ impl Kind {
             parameters: parameters.map(|p| parameter(&p.init, p.elements, device)).collect(),
         }
     }
+}
+
+/// Normal random numbers `[batch, heads, tokens, channels]`, in memory one token after the other.
+pub fn random_heads<B: OpBackend>(
+    [batch, heads, tokens, channels]: [usize; 4],
+    dtype: DType,
+    device: &B::Device,
+) -> Tensor<B, 4> {
+    let x = random::<B>(&[batch, tokens, heads, channels], 1.0, dtype, device);
+    tensor::<B, 4>(x).swap_dims(1, 2)
 }
 
 /// A parameter with its initial values.
@@ -211,10 +222,13 @@ pub fn copied<B: OpBackend>(inputs: &Inputs<B>) -> Inputs<B> {
     fn other<B: OpBackend, const D: usize>(x: &Tensor<B, D>) -> Tensor<B, D> {
         tensor(copy::<B>(&primitive(x.clone())))
     }
+    fn heads<B: OpBackend>(x: &Tensor<B, 4>) -> Tensor<B, 4> {
+        other(&x.clone().swap_dims(1, 2)).swap_dims(1, 2)
+    }
     Inputs {
-        q: other(&inputs.q),
-        k: other(&inputs.k),
-        v: other(&inputs.v),
+        q: heads(&inputs.q),
+        k: heads(&inputs.k),
+        v: heads(&inputs.v),
         projections: inputs.projections.iter().map(other).collect(),
         parameters: inputs.parameters.clone(),
     }

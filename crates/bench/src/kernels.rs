@@ -6,7 +6,7 @@ use burn::backend::Autodiff;
 use burn::tensor::{Int, Tensor, TensorData};
 use longwall_kernels::attention::probe::Probe;
 use longwall_kernels::attention::{AttentionShape, DocumentStarts};
-use longwall_kernels::backend::{OpBackend, tensor};
+use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::OnDevice;
 use longwall_kernels::ops::vjp_root::vjp_root;
 use longwall_train::config::{SizeNames, check_kind};
@@ -14,11 +14,11 @@ use longwall_train::console::bytes as text_of_bytes;
 use serde::Serialize;
 
 use crate::attention::{
-    Kind, KindOptions, Path, bytes, copied, leaves, remarks, warn_of_references,
+    Kind, KindOptions, Path, bytes, copied, leaves, random_heads, remarks, warn_of_references,
 };
 use crate::ceiling::Ceiling;
 use crate::error::BenchError;
-use crate::inputs::{copies, random};
+use crate::inputs::copies;
 use crate::memory::Need;
 use crate::progress::Progress;
 use crate::report::{Measured, Report};
@@ -196,7 +196,7 @@ impl Job<'_> {
         let sizes = [batch, seq_len];
         let mut inputs = vec![kind.inputs::<B>(&layer, sizes, self.setup.dtype(), device)];
         let out = [batch, heads, seq_len, config.value_dim(&layer)];
-        let dy = tensor::<B, 4>(random::<B>(&out, 1.0, self.setup.dtype(), device));
+        let dy = random_heads::<B>(out, self.setup.dtype(), device);
         let dy = Tensor::<Autodiff<B>, 4>::from_inner(dy);
         let documents = documents::<B>(options.document_len, sizes, device);
         let tracked = documents.clone().map(Tensor::from_inner);

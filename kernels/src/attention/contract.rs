@@ -406,8 +406,8 @@ pub trait Variant: VariantSpec {
     ) -> Tensor<B, 4>;
 
     /// As [`Variant::attend`], for a kind that [carries a state](VariantSpec::carries_state): rows go on from `state`,
-    /// `[batch, state_elements]`, 0 before the first token of all, which becomes that after their last tokens. It has no
-    /// gradient. Documents that began before their row start at −1; any other start clears the state.
+    /// `[batch, state_elements]`, 0 before the first token of all, which becomes that after their last tokens. It has
+    /// no gradient. Documents that began before their row start at −1; any other start clears the state.
     fn attend_from<B: OpBackend>(
         &self,
         shape: &AttentionShape,
@@ -452,8 +452,8 @@ pub trait Variant: VariantSpec {
         let _ = (shape, inputs, documents, path, probe);
     }
 
-    /// Σ_j a_ij v_j of each view, `[batch, views · heads, seq_len, value_dim]`, one view after the other, before norms and
-    /// differences of views: linear in v, with [`VariantSpec::WEIGHS_VALUES`]. By default the output.
+    /// Σ_j a_ij v_j of each view, `[batch, views · heads, seq_len, value_dim]`, one view after the other, before norms
+    /// and differences of views: linear in v, with [`VariantSpec::WEIGHS_VALUES`]. By default the output.
     fn weigh_values<B: OpBackend>(
         &self,
         shape: &AttentionShape,

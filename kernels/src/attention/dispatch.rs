@@ -1,8 +1,8 @@
 //! The choice between a kind's kernels and its reference.
 //!
-//! A kind lists its kernels ([`VariantSpec::KERNELS`]) and the shapes they serve
-//! ([`VariantSpec::serves`]) and lengths ([`VariantSpec::serves_length`]). Each call makes the choice once. The result, an [`ExecPath`], decides the
-//! type to compute in and is passed to the kind's code, so that no other code inspects the device.
+//! A kind lists its kernels ([`VariantSpec::KERNELS`]) and the shapes they serve ([`VariantSpec::serves`]) and lengths
+//! ([`VariantSpec::serves_length`]). Each call makes the choice once. The result, an [`ExecPath`], decides the type to
+//! compute in and is passed to the kind's code, so that no other code inspects the device.
 
 use std::fmt::{self, Display};
 
@@ -225,8 +225,8 @@ pub fn thorough_metrics<V: Variant>(variant: &V) -> Vec<Metric> {
     metrics
 }
 
-/// As [`Variant::observe`], on the path that serves these inputs; for a [thorough](Probe::thorough) probe also the weights
-/// of keys and the retention of gates. Weights count keys as without `documents`.
+/// As [`Variant::observe`], on the path that serves these inputs; for a [thorough](Probe::thorough) probe also the
+/// weights of keys and the retention of gates. Weights count keys as without `documents`.
 pub fn observe<V: Variant, B: OpBackend>(
     variant: &V,
     shape: &AttentionShape,

@@ -69,8 +69,8 @@ impl Probe {
         self.push(metric, value, heads, vec![]);
     }
 
-    /// Records a measurement of each channel of each head of the current layer, `[heads][channels]`; their means are the
-    /// heads'.
+    /// Records a measurement of each channel of each head of the current layer, `[heads][channels]`; their means are
+    /// the heads'.
     ///
     /// # Panics
     /// Without a channel.

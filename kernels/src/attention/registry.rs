@@ -213,7 +213,8 @@ macro_rules! registry {
                 match self { $(Self::$name(c) => c.metrics(),)+ }
             }
 
-            /// What [`AttentionConfig::observe`] can report to a [thorough](crate::attention::probe::Probe::thorough) probe.
+            /// What [`AttentionConfig::observe`] can report to a [thorough](crate::attention::probe::Probe::thorough)
+            /// probe.
             pub fn thorough_metrics(&self) -> Vec<Metric> {
                 match self { $(Self::$name(c) => dispatch::thorough_metrics(c),)+ }
             }

@@ -1,8 +1,8 @@
 //! What attention's weights look like, measured for a thorough probe.
 //!
-//! The weight a_ij of key j is what query i gives for a value that is 1 at key j and 0 elsewhere. As many keys as values
-//! have channels are measured in one call of the operation itself, on the path that serves it, so that memory grows with
-//! seq_len, not with its square. Kernels in bf16 give weights in bf16.
+//! The weight a_ij of key j is what query i gives for a value that is 1 at key j and 0 elsewhere. As many keys as
+//! values have channels are measured in one call of the operation itself, on the path that serves it, so that memory
+//! grows with seq_len, not with its square. Kernels in bf16 give weights in bf16.
 
 #[cfg(test)]
 pub(super) mod tests;
@@ -23,8 +23,8 @@ pub const ENTROPY: Metric = Metric("entropy");
 /// weight that see two keys or more. Attention is dispersive where this approaches 1 (Huang et al., section 3).
 pub const RELATIVE_ENTROPY: Metric = Metric("relative_entropy");
 
-/// gSinkRatio(1): the mean share of the first key in Σ_j |a_ij| over the queries that see it, as a multiple of its share
-/// under equal weights (Huang et al., section 3). A query without a weight counts as 0.
+/// gSinkRatio(1): the mean share of the first key in Σ_j |a_ij| over the queries that see it, as a multiple of its
+/// share under equal weights (Huang et al., section 3). A query without a weight counts as 0.
 pub const SINK_RATIO: Metric = Metric("sink_ratio");
 
 /// Pearson's correlation of the weights of two views, over all visible pairs; not a number where a view has equal

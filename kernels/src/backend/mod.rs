@@ -1,9 +1,9 @@
 //! The contract between operations and devices.
 //!
-//! [`Op`] is one differentiable operation, [`StateOp`] one that can also go on from a state, [`NoGradOp`] one
-//! without a gradient; [`OpBackend`] is a burn backend that can run them. Every backend runs an operation's reference; a backend with a
-//! kernel for it runs the kernel, and [`Autodiff`](burn::backend::Autodiff) then records one node
-//! with the kernel's own gradient. [`with_reference`] turns kernels off.
+//! [`Op`] is one differentiable operation, [`StateOp`] one that can also go on from a state, [`NoGradOp`] one without a
+//! gradient; [`OpBackend`] is a burn backend that can run them. Every backend runs an operation's reference; a backend
+//! with a kernel for it runs the kernel, and [`Autodiff`](burn::backend::Autodiff) then records one node with the
+//! kernel's own gradient. [`with_reference`] turns kernels off.
 
 mod autodiff;
 mod grad_accumulation;

@@ -109,8 +109,8 @@ pub trait OpBackend: Backend {
         needs: [bool; N],
     ) -> Option<(Forward<FloatTensor<Self>>, FloatTensor<Self>)>;
 
-    /// The backward pass of the kernel that [`OpBackend::forward`] or [`OpBackend::forward_from`] ran; `grad_accum` as in
-    /// [`Op::cuda_backward_accumulating`].
+    /// The backward pass of the kernel that [`OpBackend::forward`] or [`OpBackend::forward_from`] ran; `grad_accum` as
+    /// in [`Op::cuda_backward_accumulating`].
     fn backward<O: Op<N>, const N: usize>(
         op: &O,
         saved: Vec<FloatTensor<Self>>,

@@ -35,7 +35,8 @@ pub(crate) fn kernels_allowed() -> bool {
     !REFERENCES_ONLY.get()
 }
 
-/// As [`run_reference`], from the state `before` the first token; also the state after the last. Neither has a gradient.
+/// As [`run_reference`], from the state `before` the first token; also the state after the last. Neither has a
+/// gradient.
 pub(super) fn run_reference_from<B: OpBackend, O: StateOp<N>, const N: usize>(
     op: &O,
     inputs: [FloatTensor<B>; N],

@@ -17,9 +17,12 @@
 pub mod asm;
 pub mod copies;
 pub mod e4m3;
+pub mod inverse;
 pub mod lists;
+pub mod matrix;
 pub mod product;
 pub mod roles;
+pub mod rows;
 pub mod turns;
 pub mod votes;
 pub mod warpgroup;
@@ -171,6 +174,12 @@ pub fn place(row: u32, chunk: u32) -> usize {
     (row * comptime!(PANEL as u32) + (chunk ^ (row & 7))) as usize
 }
 
+/// Where a chunk of a tile of `rows` rows lies.
+#[cube]
+pub fn place_in(row: usize, chunk: usize, #[comptime] rows: usize) -> usize {
+    chunk / PANEL * comptime!(rows * PANEL) + place(row as u32, (chunk % PANEL) as u32)
+}
+
 /// Starts the load of `rows` rows of a head, from `first` on, into the tile that starts at chunk
 /// `to`. One unit calls it, after `arrive_and_expect_tx` with the [`bytes`].
 #[cube]
@@ -289,6 +298,19 @@ pub fn zeros(#[comptime] count: usize) -> Accumulator {
         acc.push(fragment);
     }
     acc
+}
+
+/// Multiplies an accumulator by a number.
+#[cube]
+pub fn scale(acc: &mut Accumulator, factor: f32) {
+    #[unroll]
+    for f in 0..acc.len() {
+        let fragment = acc.index_mut(f);
+        #[unroll]
+        for r in 0..2usize {
+            fragment[r] = fragment[r] * Pair::cast_from(factor);
+        }
+    }
 }
 
 /// The loop that follows is not unrolled, which saves registers and time of compilation.

@@ -1,7 +1,7 @@
 //! Products of small matrices in shared memory on tensor cores, to about 16 bits.
 //!
-//! A thread block computes C ± A·B, C ± A·Bᵀ or C ± Aᵀ·B for a batch of equally spaced matrices in f32. Each factor is
-//! the sum of two numbers in bf16, and of the four products all but the smallest are summed in f32.
+//! A thread block computes A·B or −A·B for a batch of equally spaced matrices in f32. Each factor is the sum of two
+//! numbers in bf16, and of the four products all but the smallest are summed in f32.
 //!
 //! A warp owns tiles of C of 16 rows and 16 or 32 columns. Which row, column or step of the sum an index of `mma.sync`
 //! m16n8k16 stands for is free, as long as both factors and the result agree: lane 4g + t holds rows 2g and 2g + 1
@@ -47,30 +47,6 @@ impl Place {
     pub const fn step(self, rows: usize, columns: usize) -> Self {
         Place { next: rows * self.row + columns, ..self }
     }
-
-    /// The same batch with its matrices this many columns less apart.
-    pub const fn back(self, columns: usize) -> Self {
-        Place { next: self.next - columns, ..self }
-    }
-}
-
-/// Which elements of a product remain; the others become 0.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Kept {
-    /// All of them.
-    All,
-    /// Those on and below the diagonal.
-    Lower,
-    /// Those below the diagonal.
-    StrictlyLower,
-}
-
-/// Which operand is transposed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Form {
-    Plain,
-    FirstTransposed,
-    SecondTransposed,
 }
 
 /// A batch of products [m × k]·[k × n]; m, n and k are multiples of 16.
@@ -79,36 +55,18 @@ pub struct Product {
     a: Place,
     b: Place,
     c: Place,
-    form: Form,
     m: usize,
     n: usize,
     k: usize,
     batch: usize,
-    adds: bool,
     negative: bool,
-    kept: Kept,
 }
 
 impl Product {
-    const fn new(form: Form, [a, b, c]: [Place; 3], [m, n, k]: [usize; 3]) -> Self {
-        assert!(m.is_multiple_of(16) && n.is_multiple_of(16) && k.is_multiple_of(16));
-        let (batch, adds, negative, kept) = (1, false, false, Kept::All);
-        Product { a, b, c, form, m, n, k, batch, adds, negative, kept }
-    }
-
     /// C = A·B.
-    pub const fn ab(abc: [Place; 3], mnk: [usize; 3]) -> Self {
-        Self::new(Form::Plain, abc, mnk)
-    }
-
-    /// C = A·Bᵀ.
-    pub const fn abt(abc: [Place; 3], mnk: [usize; 3]) -> Self {
-        Self::new(Form::SecondTransposed, abc, mnk)
-    }
-
-    /// C = Aᵀ·B.
-    pub const fn atb(abc: [Place; 3], mnk: [usize; 3]) -> Self {
-        Self::new(Form::FirstTransposed, abc, mnk)
+    pub const fn ab([a, b, c]: [Place; 3], [m, n, k]: [usize; 3]) -> Self {
+        assert!(m.is_multiple_of(16) && n.is_multiple_of(16) && k.is_multiple_of(16));
+        Product { a, b, c, m, n, k, batch: 1, negative: false }
     }
 
     /// The same for this many matrices.
@@ -116,38 +74,19 @@ impl Product {
         Product { batch, ..self }
     }
 
-    /// Adds to C.
-    pub const fn added(self) -> Self {
-        Product { adds: true, ..self }
-    }
-
     /// With the product's sign changed.
     pub const fn negative(self) -> Self {
         Product { negative: true, ..self }
     }
 
-    /// With these elements of the result alone.
-    pub const fn kept(self, kept: Kept) -> Self {
-        Product { kept, ..self }
-    }
-
-    const fn first_transposed(&self) -> bool {
-        matches!(self.form, Form::FirstTransposed)
-    }
-
-    const fn second_transposed(&self) -> bool {
-        matches!(self.form, Form::SecondTransposed)
-    }
-
-    /// Fragments of 8 columns of a warp's tile, 4 if all warps then have a tile. Depends on the size of C alone, so that
-    /// products of one size have the same owners of elements.
+    /// Fragments of 8 columns of a warp's tile, 4 if all warps then have a tile.
     const fn fragments(&self) -> usize {
         let wide = self.n.is_multiple_of(32) && self.batch * self.m * self.n >= WARPS * ROWS * 32;
         if wide { 4 } else { 2 }
     }
 
     /// Quads of a row of a warp's tile that a lane holds.
-    pub const fn quads(&self) -> usize {
+    const fn quads(&self) -> usize {
         self.fragments() / 2
     }
 
@@ -160,7 +99,7 @@ impl Product {
     }
 
     /// Tiles of a warp, at most.
-    pub const fn rounds(&self) -> usize {
+    const fn rounds(&self) -> usize {
         self.tiles().div_ceil(WARPS)
     }
 
@@ -171,21 +110,21 @@ impl Product {
 
 /// A warp's part of a product.
 #[derive(CubeType)]
-pub struct WarpTile {
+struct WarpTile {
     /// The number of the matrix in the batch.
-    pub matrix: usize,
+    matrix: usize,
     /// Its first row.
     row: usize,
     /// Its first column.
     column: usize,
     /// Whether there is one.
-    pub exists: bool,
+    exists: bool,
 }
 
 #[cube]
 impl WarpTile {
     /// The warp's tile of this round.
-    pub fn of_round(round: usize, #[comptime] p: Product) -> WarpTile {
+    fn of_round(round: usize, #[comptime] p: Product) -> WarpTile {
         let index = round * WARPS + UNIT_POS as usize / 32;
         let (down, across) = comptime!((p.m / ROWS, p.n / p.columns()));
         WarpTile {
@@ -197,12 +136,12 @@ impl WarpTile {
     }
 
     /// The row of C of the lane's row `r`, 0 or 1.
-    pub fn row(&self, #[comptime] r: usize) -> usize {
+    fn row(&self, #[comptime] r: usize) -> usize {
         self.row + UNIT_POS_PLANE as usize / 4 * 2 + r
     }
 
     /// The place in its row of the lane's quad `q`, in quads.
-    pub fn quad(&self, #[comptime] q: usize, #[comptime] p: Product) -> usize {
+    fn quad(&self, #[comptime] q: usize, #[comptime] p: Product) -> usize {
         self.column / 4 + UNIT_POS_PLANE as usize % 4 * comptime!(p.quads()) + q
     }
 }
@@ -258,25 +197,13 @@ fn left(arena: &SharedMemory<f32>, tile: &WarpTile, step: usize, #[comptime] p: 
     let at = p.a.at + tile.matrix * p.a.next;
     // Rows 2g and 2g + 1, first of the steps 4t and 4t + 1, then of the next two.
     let mut numbers = Array::<f32>::new(8usize);
-    if comptime!(p.first_transposed()) {
-        let at = at + (step * ROWS + lane * 4) * p.a.row + tile.row + group * 2;
+    let at = at + (tile.row + group * 2) * p.a.row + step * ROWS + lane * 4;
+    #[unroll]
+    for r in 0..2usize {
+        let steps = quads(arena)[at / 4 + comptime!(r * (p.a.row / 4))];
         #[unroll]
         for i in 0..4usize {
-            let rows = pairs(arena)[at / 2 + comptime!(i * (p.a.row / 2))];
-            #[unroll]
-            for r in 0..2usize {
-                numbers[comptime!(i / 2 * 4 + r * 2 + i % 2)] = rows[r];
-            }
-        }
-    } else {
-        let at = at + (tile.row + group * 2) * p.a.row + step * ROWS + lane * 4;
-        #[unroll]
-        for r in 0..2usize {
-            let steps = quads(arena)[at / 4 + comptime!(r * (p.a.row / 4))];
-            #[unroll]
-            for i in 0..4usize {
-                numbers[comptime!(i / 2 * 4 + r * 2 + i % 2)] = steps[i];
-            }
+            numbers[comptime!(i / 2 * 4 + r * 2 + i % 2)] = steps[i];
         }
     }
     Split::new(&numbers, 4usize)
@@ -290,32 +217,20 @@ fn right(arena: &SharedMemory<f32>, tile: &WarpTile, step: usize, #[comptime] p:
     let at = p.b.at + tile.matrix * p.b.next;
     let column = tile.column + group * fragments;
     let mut numbers = Array::<f32>::new(comptime!(4 * fragments));
-    if comptime!(p.second_transposed()) {
-        let at = at + column * p.b.row + step * ROWS + lane * 4;
-        #[unroll]
-        for f in 0..fragments {
-            let steps = quads(arena)[at / 4 + comptime!(f * (p.b.row / 4))];
+    let at = at + (step * ROWS + lane * 4) * p.b.row + column;
+    #[unroll]
+    for i in 0..4usize {
+        if comptime!(fragments == 4) {
+            let columns = quads(arena)[at / 4 + comptime!(i * (p.b.row / 4))];
             #[unroll]
-            for i in 0..4usize {
-                numbers[comptime!(f * 4 + i)] = steps[i];
+            for f in 0..4usize {
+                numbers[comptime!(f * 4 + i)] = columns[f];
             }
-        }
-    } else {
-        let at = at + (step * ROWS + lane * 4) * p.b.row + column;
-        #[unroll]
-        for i in 0..4usize {
-            if comptime!(fragments == 4) {
-                let columns = quads(arena)[at / 4 + comptime!(i * (p.b.row / 4))];
-                #[unroll]
-                for f in 0..4usize {
-                    numbers[comptime!(f * 4 + i)] = columns[f];
-                }
-            } else {
-                let columns = pairs(arena)[at / 2 + comptime!(i * (p.b.row / 2))];
-                #[unroll]
-                for f in 0..2usize {
-                    numbers[comptime!(f * 4 + i)] = columns[f];
-                }
+        } else {
+            let columns = pairs(arena)[at / 2 + comptime!(i * (p.b.row / 2))];
+            #[unroll]
+            for f in 0..2usize {
+                numbers[comptime!(f * 4 + i)] = columns[f];
             }
         }
     }
@@ -333,11 +248,7 @@ fn fragment(all: &Array<Bf16Pair>, #[comptime] f: usize) -> Array<Bf16Pair> {
 
 /// The warp's tile of the product, without the product's sign.
 #[cube]
-pub fn product_of(
-    arena: &SharedMemory<f32>,
-    tile: &WarpTile,
-    #[comptime] p: Product,
-) -> Accumulator {
+fn product_of(arena: &SharedMemory<f32>, tile: &WarpTile, #[comptime] p: Product) -> Accumulator {
     let def = MmaDefinition::<bf16, bf16, f32>::new(16usize, 8usize, 16usize);
     let fragments = comptime!(p.fragments());
     let mut acc = crate::tile::zeros(fragments);
@@ -359,7 +270,7 @@ pub fn product_of(
 
 /// The lane's quad `q` of its row `r`, with the product's sign.
 #[cube]
-pub fn quad_of(
+fn quad_of(
     acc: &Accumulator,
     #[comptime] r: usize,
     #[comptime] q: usize,
@@ -390,55 +301,8 @@ pub fn multiply(arena: &mut SharedMemory<f32>, #[comptime] p: Product) {
                 let row = tile.row(r);
                 #[unroll]
                 for q in 0..comptime!(p.quads()) {
-                    let quad = tile.quad(q, p);
-                    let at = at + row * comptime!(p.c.row / 4) + quad;
-                    let mut value = quad_of(&acc, r, q, p);
-                    if comptime!(p.adds) {
-                        value += quads[at];
-                    }
-                    quads[at] = kept(value, row, quad * 4, p.kept);
-                }
-            }
-        }
-    }
-}
-
-/// The elements of a quad that remain.
-#[cube]
-fn kept(value: Quad, row: usize, column: usize, #[comptime] kept: Kept) -> Quad {
-    let mut value = value;
-    if comptime!(kept != Kept::All) {
-        #[unroll]
-        for c in 0..4usize {
-            let mut beyond = column + c > row;
-            if comptime!(kept == Kept::StrictlyLower) {
-                beyond = column + c >= row;
-            }
-            value[c] = select(beyond, 0f32, value[c]);
-        }
-    }
-    value
-}
-
-/// Adds the product to a matrix in global memory: `c` counts from quad `base` there.
-#[cube]
-pub fn add_to_global(
-    arena: &SharedMemory<f32>,
-    memory: &mut Array<Quad>,
-    base: usize,
-    #[comptime] p: Product,
-) {
-    for round in 0..comptime!(p.rounds()) {
-        let tile = WarpTile::of_round(round, p);
-        if tile.exists {
-            let acc = product_of(arena, &tile, p);
-            let at = base + comptime!(p.c.at / 4) + tile.matrix * comptime!(p.c.next / 4);
-            #[unroll]
-            for r in 0..2usize {
-                #[unroll]
-                for q in 0..comptime!(p.quads()) {
-                    let at = at + tile.row(r) * comptime!(p.c.row / 4) + tile.quad(q, p);
-                    memory[at] += quad_of(&acc, r, q, p);
+                    let at = at + row * comptime!(p.c.row / 4) + tile.quad(q, p);
+                    quads[at] = quad_of(&acc, r, q, p);
                 }
             }
         }

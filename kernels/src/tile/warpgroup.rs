@@ -38,7 +38,7 @@ enum SummedOver {
 
 /// A tile of `rows` rows in shared memory as an operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct SmemOperand {
+pub struct SmemOperand {
     summed_over: SummedOver,
     rows: usize,
 }
@@ -47,6 +47,16 @@ impl SmemOperand {
     /// The upper half of the matrix descriptor: the 128-byte swizzle, and the stride between groups of 8
     /// rows in units of 16 bytes.
     const UPPER: u32 = 1 << 30 | (8 * PANEL) as u32;
+
+    /// The tile as an operand of products that sum over its channels.
+    pub const fn over_channels(rows: usize) -> Self {
+        SmemOperand { summed_over: SummedOver::Channels, rows }
+    }
+
+    /// The tile as an operand of products that sum over its rows.
+    pub const fn over_rows(rows: usize) -> Self {
+        SmemOperand { summed_over: SummedOver::Rows, rows }
+    }
 
     /// The lower half of the descriptor without the address: for a sum over rows, the stride between
     /// panels of 64 channels.
@@ -224,6 +234,22 @@ pub fn uninit(#[comptime] count: usize) -> Accumulator {
         acc.push(Array::<Pair>::new(2usize));
     }
     acc
+}
+
+/// Starts acc += A · B, where A has the 64 rows or columns of a tile from chunk `left_at` on, and B the rows or columns
+/// of a tile from chunk `at` on; the sum is over `steps`·16 elements. Columns of B that begin inside a panel end in it.
+#[cube]
+pub fn start_tiles(
+    arena: &SharedMemory<Chunk>,
+    left_at: usize,
+    at: usize,
+    acc: &mut Accumulator,
+    #[comptime] left: SmemOperand,
+    #[comptime] right: SmemOperand,
+    #[comptime] steps: usize,
+) {
+    let (from, to) = (chunk_index(left_at), chunk_index(at));
+    start_with_tile(acc, arena, &from, arena, &to, false, left, right, steps);
 }
 
 /// Starts acc = A · Bᵀ if `fresh`, else acc += A · Bᵀ. B is the tile of 8·`n` rows that starts at chunk

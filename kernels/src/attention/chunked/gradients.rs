@@ -2,16 +2,17 @@
 
 use cubecl::prelude::*;
 
-use super::memory::{ChunkConfig, ChunkInputs, ChunkOf, Factors, Sizes, finish_loads, start_load};
-use super::product::{
-    Matrix, Product, WARPS, WarpTile, add_product, pair, read_pair, scale, scale_rows, write_pair,
-    write_rows,
-};
+use super::memory::{ChunkConfig, ChunkInputs, ChunkOf, Factors, Sizes};
 use super::sums::LEAST;
 use super::{CHUNK_TOKENS, THREADS};
+use crate::tile::matrix::{
+    Matrix, Product, WARPS, WarpTile, add_product, pair, read_pair, scale_rows, write_pair,
+    write_rows,
+};
 use crate::tile::roles::two_blocks_per_multiprocessor;
+use crate::tile::rows::{finish_loads, start_load};
 use crate::tile::{
-    Accumulator, Bf16Pair, CHUNK, Chunk, define_exp2, keep_loop, sum_of_four, zeros,
+    Accumulator, Bf16Pair, CHUNK, Chunk, define_exp2, keep_loop, scale, sum_of_four, zeros,
 };
 
 /// What the kernel reads beside [`ChunkInputs`], and its results.
@@ -280,7 +281,7 @@ pub fn gradients(
 
         // 4. The gradients of the reader and of the keys that it reads.
         if own.exists {
-            scale(&mut d_q, sign, comptime!(by_keys.fragments()));
+            scale(&mut d_q, sign);
             scale_rows(&mut d_q, &factors.since_start, &own, by_keys);
             add_row_products(&mut sums.read, &arena, &d_q, &own, layout.q, by_keys);
             add_product(&arena, &mut d_q, &own, by_keys);

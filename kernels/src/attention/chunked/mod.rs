@@ -20,7 +20,6 @@ pub mod diagonal;
 mod gradients;
 mod memory;
 mod output;
-mod product;
 mod rows;
 mod scan;
 mod scan_back;
@@ -53,7 +52,7 @@ use crate::tile::CHUNK;
 pub const CHUNK_TOKENS: usize = 64;
 
 /// Threads of a block.
-const THREADS: usize = 256;
+const THREADS: usize = crate::tile::product::THREADS;
 
 /// The most channels of a query and a key.
 const MAX_HEAD_DIM: usize = 128;
@@ -101,8 +100,8 @@ pub fn saved_bytes(
     }
 }
 
-/// An operation's forward pass on the core: `inputs` are q, k, v and log decays, one per token or, without weights of an
-/// additive update, one per channel. `None` where the core does not serve them. See [`Chunked`] for the shapes.
+/// An operation's forward pass on the core: `inputs` are q, k, v and log decays, one per token or, without weights of
+/// an additive update, one per channel. `None` where the core does not serve them. See [`Chunked`] for the shapes.
 pub fn forward(
     update: Update,
     inputs: [&CudaTensor; 4],

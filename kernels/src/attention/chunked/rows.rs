@@ -9,8 +9,8 @@ use crate::attention::recurrent::step::Token;
 use crate::backend::{OpBackend, tensor};
 use crate::ops::cuda::dims;
 
-/// What tokens bring to a row's state: q `[rows, group, tokens, head_dim]`, times the scale, k `[rows, tokens, head_dim]`
-/// and v `[rows, tokens, value_dim]` in bf16, log decays `[rows, tokens, 1 or head_dim]` and β, if any,
+/// What tokens bring to a row's state: q `[rows, group, tokens, head_dim]`, times the scale, k `[rows, tokens,
+/// head_dim]` and v `[rows, tokens, value_dim]` in bf16, log decays `[rows, tokens, 1 or head_dim]` and β, if any,
 /// `[rows, tokens, 1]` in f32.
 #[derive(Clone, Debug)]
 pub struct Rows<B: OpBackend> {

@@ -4,14 +4,14 @@ use cubecl::prelude::*;
 
 use super::CHUNK_TOKENS;
 use super::memory::{
-    ChunkConfig, ChunkInputs, ChunkOf, EndStates, Factors, FactorsAhead, HandOver, Sizes, fetch,
-    fetch_to, put, put_scaled, rounds, store,
+    ChunkConfig, ChunkInputs, ChunkOf, EndStates, Factors, FactorsAhead, HandOver, Sizes,
 };
-use super::product::{
-    Matrix, Product, WarpTile, add_product, pair, read_numbers, read_pair, scale, write,
-    write_numbers, write_pair, write_rows,
+use crate::tile::matrix::{
+    Matrix, Product, WarpTile, add_product, pair, read_numbers, read_pair, write, write_numbers,
+    write_pair, write_rows,
 };
-use crate::tile::{Bf16Pair, CHUNK, Chunk, Pair, define_exp2, zeros};
+use crate::tile::rows::{fetch, fetch_to, put, put_scaled, rounds, store};
+use crate::tile::{Bf16Pair, CHUNK, Chunk, Pair, define_exp2, scale, zeros};
 
 /// What the scan reads beside [`ChunkInputs`], and what it writes.
 #[derive(CubeType, CubeLaunch)]
@@ -130,7 +130,7 @@ pub fn scan(
 
         // 3. The state after the chunk.
         if own.exists {
-            scale(&mut state, factors.whole(), comptime!(into_state.fragments()));
+            scale(&mut state, factors.whole());
             add_product(&arena, &mut state, &own, into_state);
         }
         sync_cube();

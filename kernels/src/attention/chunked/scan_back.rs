@@ -3,15 +3,13 @@
 use cubecl::prelude::*;
 
 use super::CHUNK_TOKENS;
-use super::memory::{
-    ChunkConfig, ChunkInputs, ChunkOf, Factors, FactorsAhead, Sizes, copy_rows, fetch, put,
-    put_scaled, start_load, store,
-};
-use super::product::{
-    Matrix, Product, WarpTile, add_product, pair, read_pair, scale, write, write_pair, write_rows,
-};
+use super::memory::{ChunkConfig, ChunkInputs, ChunkOf, Factors, FactorsAhead, Sizes};
 use crate::tile::copies::wait_for_chunks;
-use crate::tile::{Bf16Pair, CHUNK, Chunk, define_exp2, zeros};
+use crate::tile::matrix::{
+    Matrix, Product, WarpTile, add_product, pair, read_pair, write, write_pair, write_rows,
+};
+use crate::tile::rows::{copy_rows, fetch, put, put_scaled, start_load, store};
+use crate::tile::{Bf16Pair, CHUNK, Chunk, define_exp2, scale, zeros};
 
 /// What the scan reads beside [`ChunkInputs`], and what it writes.
 #[derive(CubeType, CubeLaunch)]
@@ -132,7 +130,7 @@ pub fn scan_back(
         if step % group == 0 {
             if own.exists {
                 write(&mut arena, &d_state, &own, layout.d_state, from_output);
-                scale(&mut d_state, factors.whole(), comptime!(from_output.fragments()));
+                scale(&mut d_state, factors.whole());
             }
             sync_cube();
             let base = of.number * comptime!(d * config.value_dim / CHUNK) + first;

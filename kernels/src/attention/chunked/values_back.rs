@@ -3,12 +3,13 @@
 
 use cubecl::prelude::*;
 
-use super::memory::{ChunkConfig, ChunkInputs, ChunkOf, Factors, Sizes, finish_loads, start_load};
-use super::product::{
+use super::memory::{ChunkConfig, ChunkInputs, ChunkOf, Factors, Sizes};
+use super::{CHUNK_TOKENS, THREADS};
+use crate::tile::matrix::{
     Matrix, Product, WarpTile, add_product, pair, scale_rows, write_pair, write_rows,
 };
-use super::{CHUNK_TOKENS, THREADS};
 use crate::tile::roles::two_blocks_per_multiprocessor;
+use crate::tile::rows::{finish_loads, start_load};
 use crate::tile::{Bf16Pair, CHUNK, Chunk, define_exp2, keep_loop, zeros};
 
 /// What the kernel reads beside [`ChunkInputs`], and its result.

@@ -30,8 +30,8 @@ impl InPieces {
         InPieces { problem, pieces: pieces.to_vec() }
     }
 
-    /// The problems of a suite: of one document, with documents that begin in each piece and with one, and with documents
-    /// that go on into the last piece. A single token is a piece, too.
+    /// The problems of a suite: of one document, with documents that begin in each piece and with one, and with
+    /// documents that go on into the last piece. A single token is a piece, too.
     pub fn all<V: Conformance>(variant: &V, sizes: [usize; 4], pieces: [usize; 3]) -> Vec<Self> {
         let [heads, kv_heads, head_dim, batch] = sizes;
         let (len, last) = (pieces.iter().sum(), pieces[0] + pieces[1]);

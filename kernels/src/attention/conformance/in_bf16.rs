@@ -92,8 +92,8 @@ pub fn decoding_equals_the_full_pass<V: Conformance, K: OpBackend>() {
     }
 }
 
-/// Rows in pieces, each from the state after the one before: outputs equal those of whole rows, and gradients those of the
-/// last piece there.
+/// Rows in pieces, each from the state after the one before: outputs equal those of whole rows, and gradients those of
+/// the last piece there.
 pub fn rows_go_on_from_a_state<V: Conformance, K: OpBackend>() {
     for (at, variant) in V::kernel_cases().into_iter().enumerate() {
         if !variant.carries_state() {

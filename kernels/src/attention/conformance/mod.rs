@@ -36,11 +36,11 @@ pub trait Conformance: Variant {
     /// Configurations to test, which together use every option.
     fn cases() -> Vec<Self>;
 
-    /// Those of [`Conformance::cases`], or others, that the CUDA kernels serve at any length and in the suite's sizes of
-    /// heads: not those that are the reference's by
-    /// [`VariantSpec::serves`](super::VariantSpec::serves), those with which some lengths are by [`VariantSpec::serves_length`](super::VariantSpec::serves_length), and those
-    /// that amplify the rounding of q and k beyond a useful bound, whose kernels
-    /// [`PreparedCase`](prepared::PreparedCase) checks.
+    /// Those of [`Conformance::cases`], or others, that the CUDA kernels serve at any length and in the suite's sizes
+    /// of heads: not those that are the reference's by [`VariantSpec::serves`](super::VariantSpec::serves), those with
+    /// which some lengths are by [`VariantSpec::serves_length`](super::VariantSpec::serves_length), and those that
+    /// amplify the rounding of q and k beyond a useful bound, whose kernels [`PreparedCase`](prepared::PreparedCase)
+    /// checks.
     fn kernel_cases() -> Vec<Self> {
         Self::cases()
     }

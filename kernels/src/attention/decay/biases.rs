@@ -1,9 +1,9 @@
 //! The decay as biases of scores. The scores of a warpgroup's queries are relative to the span in which the
 //! queries begin.
 //!
-//! Where accumulators of scores start from biases, they are initialised with biases / scale. Tensor cores then lose digits of a bias:
-//! in emulation about 3e-7 of it, so that scores are off by 3e-3 for a key that still matters at a distance
-//! of 10,000 (natural logarithm) from the span's start. Only decays below −100 per token, over many tokens,
+//! Where accumulators of scores start from biases, they are initialised with biases / scale. Tensor cores then lose
+//! digits of a bias: in emulation about 3e-7 of it, so that scores are off by 3e-3 for a key that still matters at a
+//! distance of 10,000 (natural logarithm) from the span's start. Only decays below −100 per token, over many tokens,
 //! cause that.
 
 use cubecl::prelude::*;

@@ -1,7 +1,8 @@
 //! The corrected values on the CPU: one task per row, by forward substitution in chunks.
 //!
 //! [`System::solve`] computes r and x with x_t = a_t − β_t r_t and r_t = Σ_{s<t} A_ts x_s (notation of the parent
-//! module). With a = diag(β) v, x is w. In reversed time, with the upstream gradient times β for a, x is β h and r is r'.
+//! module). With a = diag(β) v, x is w. In reversed time, with the upstream gradient times β for a, x is β h and r is
+//! r'.
 
 use std::ops::Range;
 
@@ -226,8 +227,8 @@ impl CorrectedValues {
         (from_vec(w, &shape), from_vec(r, &shape))
     }
 
-    /// The gradients of k, v, β and the log decays, where `grad` is that of w; `saved` are these and r, `before` is as in
-    /// [`CorrectedValues::run`].
+    /// The gradients of k, v, β and the log decays, where `grad` is that of w; `saved` are these and r, `before` is as
+    /// in [`CorrectedValues::run`].
     pub(super) fn gradients(
         &self,
         saved: &[FlexTensor],

@@ -244,8 +244,8 @@ impl DeltaAttention {
         self.linear().forward(LinearInputs { q: tensor(q), k, v, log_decay }, before)
     }
 
-    /// y and the state after the last token, with what [`Op::cpu_backward`] takes: the inputs, r, w and, if it is not 0,
-    /// the state `before` the first token.
+    /// y and the state after the last token, with what [`Op::cpu_backward`] takes: the inputs, r, w and, if it is not
+    /// 0, the state `before` the first token.
     fn on_cpu(
         &self,
         inputs: &[FlexTensor; 5],

@@ -498,7 +498,8 @@ impl<A: Hooks> FlashAttention<A> {
         let heads_at_once = dqkv::heads_at_once(processors, batch * kv_heads, blocks);
         let tickets = blocks * batch * kv_heads;
         // No key block adds to the sums of queries that see no key.
-        let fill = if self.after_keys { zeros } else { empty };
+        let blind = self.after_keys && (self.window.is_some() || self.documents.is_some());
+        let fill = if blind { zeros } else { empty };
         let sums = fill(&dq.tensor, &[batch * heads, tiles, vectors * 4], DType::F32);
         let turns = zeros(&dq.tensor, &[1 + batch * heads * tiles], DType::U32);
         // SAFETY: as in `forward`; the second kernel reads the sums that the first one writes.

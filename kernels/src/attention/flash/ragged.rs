@@ -127,8 +127,8 @@ impl RaggedKv {
         *self = Self::moved([&self.keys, &self.values], from, end - layout.end, layout);
     }
 
-    /// The tokens in buffers in which all heads hold the same ones, with room for `new` more. Where a head did not hold a
-    /// token, its key is 0 and its value that of the head in `means`, `[batch · v heads, value_dim]`.
+    /// The tokens in buffers in which all heads hold the same ones, with room for `new` more. Where a head did not hold
+    /// a token, its key is 0 and its value that of the head in `means`, `[batch · v heads, value_dim]`.
     pub fn to_even(&self, means: &CudaTensor, new: usize) -> [CacheBuffer; 2] {
         let Layout { batch, heads: [_, k_heads, v_heads], end, .. } = self.layout;
         let even = |x: &CudaTensor, heads, share, fill: Option<&CudaTensor>| {

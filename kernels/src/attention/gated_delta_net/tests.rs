@@ -40,8 +40,8 @@ impl Conformance for Config {
 
     const WIDEST_HEAD: usize = 128;
 
-    /// Those of the gradient of β: unit queries and keys, scores, the state, Y, r, e, what enters the state, what enters
-    /// its gradient, that gradient, dw, dv, the outputs, their gradient, and the scores' gradients.
+    /// Those of the gradient of β: unit queries and keys, scores, the state, Y, r, e, what enters the state, what
+    /// enters its gradient, that gradient, dw, dv, the outputs, their gradient, and the scores' gradients.
     fn roundings(&self) -> u32 {
         15
     }

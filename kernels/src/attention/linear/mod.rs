@@ -134,8 +134,8 @@ impl Config {
         GatedLinear { chunk: self.chunk }
     }
 
-    /// ℓ of the gate's logits `[batch, seq_len, kv_heads · channels]`: `[batch, kv_heads, seq_len, channels]`; it clears
-    /// the state at the first token of each of the `documents`.
+    /// ℓ of the gate's logits `[batch, seq_len, kv_heads · channels]`: `[batch, kv_heads, seq_len, channels]`; it
+    /// clears the state at the first token of each of the `documents`.
     fn log_decay<B: OpBackend>(
         &self,
         kv_heads: usize,
@@ -363,7 +363,8 @@ impl GatedLinear {
         }
     }
 
-    /// y of the tokens after those in the state `start`, and the state after them; β `[rows, seq_len, 1]` weighs values.
+    /// y of the tokens after those in the state `start`, and the state after them; β `[rows, seq_len, 1]` weighs
+    /// values.
     pub fn extend<B: OpBackend>(
         &self,
         rows: LinearInputs<B>,
@@ -421,7 +422,8 @@ impl GatedLinear {
     }
 }
 
-/// The operation's inputs in order, with the weights of values apart: β `[rows, seq_len, 1]` after v, if there are five.
+/// The operation's inputs in order, with the weights of values apart: β `[rows, seq_len, 1]` after v, if there are
+/// five.
 fn split<T>(inputs: &[T]) -> ([&T; 4], Option<&T>) {
     match inputs {
         [q, k, v, log_decay] => ([q, k, v, log_decay], None),

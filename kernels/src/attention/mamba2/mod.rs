@@ -90,7 +90,8 @@ impl Config {
         GatedLinear { chunk: self.chunk }
     }
 
-    /// Applies gated linear attention to the inputs and the weights of values by `linear`, then the skip, the gate and the norm.
+    /// Applies gated linear attention to the inputs and the weights of values by `linear`, then the skip, the gate and
+    /// the norm.
     fn run<B: OpBackend>(
         &self,
         shape: &AttentionShape,
@@ -205,8 +206,8 @@ impl VariantSpec for Config {
             ExecPath::Reference => self.linear().saved_by_reference(&channels, shape, seq_len),
         };
         if path == ExecPath::Kernel(DeviceKind::Cuda) {
-            // q and k for every head of v, v as it comes and for every head, y, the gate and the result; in f32 the norm's
-            // input and, where heads are normalised by groups, its result before the scales.
+            // q and k for every head of v, v as it comes and for every head, y, the gate and the result; in f32 the
+            // norm's input and, where heads are normalised by groups, its result before the scales.
             let elements = keys + channels.v + 4.0 * channels.o;
             let norms = if self.key_heads == 1 { 1.0 } else { 2.0 };
             return dtype.size() as f64 * elements + 4.0 * norms * channels.o + saved;

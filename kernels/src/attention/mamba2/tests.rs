@@ -33,8 +33,8 @@ impl Conformance for Config {
         12
     }
 
-    /// One number per head each, whose gradients are sums over all tokens that the norm makes nearly cancel. Those of the
-    /// steps, token by token, are checked, and tests of the core check those of the decays.
+    /// One number per head each, whose gradients are sums over all tokens that the norm makes nearly cancel. Those of
+    /// the steps, token by token, are checked, and tests of the core check those of the decays.
     fn cancelling(&self) -> &'static [&'static str] {
         &["decay_rate", "step_bias"]
     }

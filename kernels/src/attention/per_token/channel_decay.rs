@@ -1,5 +1,5 @@
-//! Log decays of a head or of its channels from logits, in f32, with the first token of each document set so low that it
-//! clears the state.
+//! Log decays of a head or of its channels from logits, in f32, with the first token of each document set so low that
+//! it clears the state.
 
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{DType, FloatDType, Int, Tensor};
@@ -39,8 +39,8 @@ pub fn decay_of_gate<B: OpBackend>(
     tensor(B::run(&op, [primitive(logits)], ints))
 }
 
-/// −e^a softplus(x + b) of logits x, `[batch, seq_len, heads · channels]`, with b `[heads · channels]` and a `[heads]` in
-/// f32: `[batch, heads, seq_len, channels]` in f32.
+/// −e^a softplus(x + b) of logits x, `[batch, seq_len, heads · channels]`, with b `[heads · channels]` and a `[heads]`
+/// in f32: `[batch, heads, seq_len, channels]` in f32.
 pub fn decay_of_step_logits<B: OpBackend>(
     logits: Tensor<B, 3>,
     bias: Tensor<B, 1>,
@@ -375,8 +375,8 @@ fn channel_decay(
     }
 }
 
-/// The gradients: with g the forget gate and f what multiplies ln σ(g), dg = dℓ f σ(−g), dx = ±dg, and if they are learned
-/// db = −Σ dg, da = Σ dℓ ℓ.
+/// The gradients: with g the forget gate and f what multiplies ln σ(g), dg = dℓ f σ(−g), dx = ±dg, and if they are
+/// learned db = −Σ dg, da = Σ dℓ ℓ.
 ///
 /// Grid: parts of all tokens, heads.
 #[cube(launch_unchecked)]

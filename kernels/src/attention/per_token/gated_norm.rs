@@ -27,8 +27,8 @@ pub enum GateActivation {
     Silu,
 }
 
-/// RMSNorm(y) ⊙ f(g): y `[batch, heads, seq_len, channels]`, the norm's weight `[channels]` in f32, shared by all heads,
-/// and the gate's logits g `[batch, seq_len, heads · channels]`; the result has y's shape.
+/// RMSNorm(y) ⊙ f(g): y `[batch, heads, seq_len, channels]`, the norm's weight `[channels]` in f32, shared by all
+/// heads, and the gate's logits g `[batch, seq_len, heads · channels]`; the result has y's shape.
 pub fn gated_norm<B: OpBackend>(
     y: Tensor<B, 4>,
     weight: Tensor<B, 1>,

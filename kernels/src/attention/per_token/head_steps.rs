@@ -15,7 +15,8 @@ use crate::ops::cuda::block::sum_row;
 use crate::ops::cuda::sums::columns;
 use crate::ops::cuda::{THREADS, as_u32, dim, dims, elements, integers, nothing, vector};
 
-/// softplus(x + b) of logits x, `[batch, seq_len, heads]`, with b `[heads]` in f32: `[batch, heads, seq_len, 1]` in f32.
+/// softplus(x + b) of logits x, `[batch, seq_len, heads]`, with b `[heads]` in f32: `[batch, heads, seq_len, 1]` in
+/// f32.
 pub fn step_size_of_logits<B: OpBackend>(logits: Tensor<B, 3>, bias: Tensor<B, 1>) -> Tensor<B, 4> {
     let logits = logits.cast(FloatDType::F32);
     if B::device_kind() != DeviceKind::Cuda {

@@ -66,7 +66,8 @@ pub fn steps(sizes: &TokenSizes, #[comptime] split: RowSplit) -> usize {
 
 /// The chunk at a [`Place`] in f32; zeros unless it `exists`.
 ///
-/// The read does not depend on a condition: the compiler would join its value with the other one, and wait for it, at once.
+/// The read does not depend on a condition: the compiler would join its value with the other one, and wait for it, at
+/// once.
 #[cube]
 pub fn load(x: &Array<Chunk>, at: usize, exists: bool) -> Wide {
     select(exists, Wide::cast_from(x[at]), zeros())

@@ -1,9 +1,9 @@
-//! Kernels that handle each token of each head by itself, around the cores of linear-time kinds: vectors in bf16, and in
-//! `head_steps` single numbers in f32, a thread for each token.
+//! Kernels that handle each token of each head by itself, around the cores of linear-time kinds: vectors in bf16, and
+//! in `head_steps` single numbers in f32, a thread for each token.
 //!
-//! Tensors of vectors are `[batch, heads, seq_len, channels]` at strides, in chunks of 8 channels. A token of a head belongs to a
-//! group of neighbouring threads of one warp, one for each chunk. Sums over tokens have an owner and a fixed order: a
-//! block adds up every `CUBE_COUNT_X`-th step of its head's tokens, and writes its part.
+//! Tensors of vectors are `[batch, heads, seq_len, channels]` at strides, in chunks of 8 channels. A token of a head
+//! belongs to a group of neighbouring threads of one warp, one for each chunk. Sums over tokens have an owner and a
+//! fixed order: a block adds up every `CUBE_COUNT_X`-th step of its head's tokens, and writes its part.
 
 pub mod channel_decay;
 pub mod gated_norm;

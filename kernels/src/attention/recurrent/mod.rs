@@ -29,8 +29,8 @@ impl<B: OpBackend> DecodeState for State<B> {
     }
 }
 
-/// Runs an operation over whole rows on `path`. They go on from `state` `[batch, …]`, if there is one, which the operation
-/// takes in `sizes`, and leave theirs in it.
+/// Runs an operation over whole rows on `path`. They go on from `state` `[batch, …]`, if there is one, which the
+/// operation takes in `sizes`, and leave theirs in it.
 pub fn run_rows<B: OpBackend, O: StateOp<N>, const N: usize>(
     path: ExecPath,
     op: &O,

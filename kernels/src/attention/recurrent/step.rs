@@ -34,8 +34,8 @@ pub struct Token<B: OpBackend> {
 }
 
 impl<B: OpBackend> Token<B> {
-    /// y `[rows, group, value_dim]`, and the state after the token; `state` `[rows, head_dim, value_dim]` is that before
-    /// it.
+    /// y `[rows, group, value_dim]`, and the state after the token; `state` `[rows, head_dim, value_dim]` is that
+    /// before it.
     pub fn advance(self, state: Tensor<B, 3>) -> (Tensor<B, 3>, Tensor<B, 3>) {
         let (q, elements) = (primitive(self.q.clone()), state.shape().num_elements());
         if self.q.dtype() == DType::F32 && elements > 0 && B::into_cuda(q).is_some() {

@@ -24,14 +24,14 @@ impl Conformance for Config {
 
     const WIDEST_HEAD: usize = 128;
 
-    /// Those of the gradient of r: κ̂, a ⊙ κ̂ and k̃, readers and writers as they decay, scores, T, W, C, the state, the
-    /// recurrence's outputs, their gradient, dQ, dC, dD, and r's as the recurrence gives it.
+    /// Those of the gradient of r: κ̂, a ⊙ κ̂ and k̃, readers and writers as they decay, scores, T, W, C, the state,
+    /// the recurrence's outputs, their gradient, dQ, dC, dD, and r's as the recurrence gives it.
     fn roundings(&self) -> u32 {
         16
     }
 
-    /// Small values, so that the variance of the recurrence's outputs is near the norm's eps: otherwise the gradient of a
-    /// single token's r through the norm is only rounding.
+    /// Small values, so that the variance of the recurrence's outputs is near the norm's eps: otherwise the gradient of
+    /// a single token's r through the norm is only rounding.
     fn prepare(&self, inputs: &mut [Tensor64]) {
         inputs[2].data.iter_mut().for_each(|v| *v /= 64.0);
     }

@@ -81,8 +81,8 @@ fn times_head_sums<B: OpBackend>(
     (x * weight.sum_dim(3)).reshape([batch, seq_len, features])
 }
 
-/// [`time_mix`] of whole rows as an operation: inputs r, k, v, the logits of decay and learning rate, the gate, ξ, α, ρ,
-/// the norm's scale and bias, as in [`Inputs`]; the starts of documents, if any, as integers.
+/// [`time_mix`] of whole rows as an operation: inputs r, k, v, the logits of decay and learning rate, the gate, ξ, α,
+/// ρ, the norm's scale and bias, as in [`Inputs`]; the starts of documents, if any, as integers.
 #[derive(Clone, Debug)]
 pub(super) struct TimeMix;
 

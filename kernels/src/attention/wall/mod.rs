@@ -15,11 +15,11 @@
 //! With `sinks = true`, `sinks` `[heads]`, initially 0, are logits in the softmax's denominator.
 //!
 //! # Forget gate
-//! With `forget_gate = true` scores also have the decay of forgetting attention ([`fox`](super::fox), Lin et al., 2025):
-//! S_ij + F_i − F_j, F_t = Σ_{s≤t} ℓ_s, ℓ_t = ln σ(w_fᵀx_t + b_f) per query head. The scale does not apply to it. The
-//! projection `forget_gate` has an initial bias of `forget_bias_init`. The two gates differ in what they forget: in a
-//! channel that Wall's gate has closed, scores become 0 and weights e⁰; the forget gate takes a key's weight to 0. The
-//! paper does not combine them.
+//! With `forget_gate = true` scores also have the decay of forgetting attention ([`fox`](super::fox), Lin et al.,
+//! 2025): S_ij + F_i − F_j, F_t = Σ_{s≤t} ℓ_s, ℓ_t = ln σ(w_fᵀx_t + b_f) per query head. The scale does not apply to
+//! it. The projection `forget_gate` has an initial bias of `forget_bias_init`. The two gates differ in what they
+//! forget: in a channel that Wall's gate has closed, scores become 0 and weights e⁰; the forget gate takes a key's
+//! weight to 0. The paper does not combine them.
 //!
 //! # Numerics
 //! exp(−P_j) is never formed. The factor exp(P_i − P_j) of a query and a key is split at an anchor

@@ -24,8 +24,8 @@ pub enum Scaling {
         factor: f64,
     },
     /// YaRN (Peng et al., "YaRN: efficient context window extension of large language models", 2024): pairs that turn
-    /// at least `beta_fast` times in `original_len` tokens keep ω, those that turn at most `beta_slow` times get
-    /// ω / `factor`. Between the two, the share of ω that stays falls linearly with the pair's index; the two bounds are
+    /// at least `beta_fast` times in `original_len` tokens keep ω, those that turn at most `beta_slow` times get ω /
+    /// `factor`. Between the two, the share of ω that stays falls linearly with the pair's index; the two bounds are
     /// rounded to whole indices, away from each other, as in the released code. The channels that rotate are multiplied
     /// by `attention_factor`; kinds that divide rotated q and k by their lengths undo that, if all channels rotate.
     Yarn {

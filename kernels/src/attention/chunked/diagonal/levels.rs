@@ -8,12 +8,13 @@
 use burn::tensor::bf16;
 use cubecl::prelude::*;
 
-use super::super::memory::{ChunkOf, Own, finish_loads, rounds};
-use super::super::product::{Matrix, pair};
+use super::super::memory::ChunkOf;
 use super::super::sums::LEAST;
 use super::super::{CHUNK_TOKENS, THREADS};
 use super::DiagonalConfig;
+use crate::tile::matrix::{Matrix, pair};
 use crate::tile::product::quads;
+use crate::tile::rows::{Own, finish_loads, rounds};
 use crate::tile::{CHUNK, Chunk, LOG2_E, Pair, all_of_block, exp2};
 
 /// Tokens of a block of `mma.sync`.
@@ -41,8 +42,8 @@ pub const fn segments(head_dim: usize) -> usize {
 /// Sums the log decays from the chunk's start, base 2: row t + 1 holds P_t, row 0 zeros. Tokens past the last do not
 /// decay. Finishes what the block has started to load, and synchronises before it returns.
 ///
-/// Returns which decays of the thread's tokens count, a bit for each: its channel is `UNIT_POS % d`, its tokens those of
-/// segment `UNIT_POS / d`, if there is one.
+/// Returns which decays of the thread's tokens count, a bit for each: its channel is `UNIT_POS % d`, its tokens those
+/// of segment `UNIT_POS / d`, if there is one.
 #[cube]
 pub fn load_sums(
     sums: &mut SharedMemory<f32>,
@@ -173,8 +174,8 @@ pub enum Role {
     Writes,
 }
 
-/// Multiplies the rows of a matrix by their decays from a row of sums, for readers, or to it, for writers. `after` is 1, or
-/// 0 for readers that read before the decay of their own token.
+/// Multiplies the rows of a matrix by their decays from a row of sums, for readers, or to it, for writers. `after` is
+/// 1, or 0 for readers that read before the decay of their own token.
 #[cube]
 pub fn scale_rows_by(
     arena: &mut SharedMemory<Chunk>,

@@ -2,15 +2,14 @@
 
 use cubecl::prelude::*;
 
-use super::super::memory::{ChunkOf, Sizes, finish_loads, start_load, store};
-use super::super::product::{
-    Matrix, Product, WarpTile, add_product, pair, scale, write, write_pair,
-};
+use super::super::memory::{ChunkOf, Sizes};
 use super::super::{CHUNK_TOKENS, THREADS};
 use super::levels::{load_sums, load_weights, scale_rows_by, sums_len};
 use super::{DiagonalConfig, DiagonalInputs};
+use crate::tile::matrix::{Matrix, Product, WarpTile, add_product, pair, write, write_pair};
 use crate::tile::roles::two_blocks_per_multiprocessor;
-use crate::tile::{Accumulator, CHUNK, Chunk, define_exp2, keep_loop, zeros};
+use crate::tile::rows::{finish_loads, start_load, store};
+use crate::tile::{Accumulator, CHUNK, Chunk, define_exp2, keep_loop, scale, zeros};
 
 /// What the kernel reads beside [`DiagonalInputs`], and its results.
 #[derive(CubeType, CubeLaunch)]
@@ -46,8 +45,8 @@ pub struct MatrixArrays {
     pub of_states: Array<f32>,
 }
 
-/// The places of matrices in shared memory. Later matrices take the places of those that are no longer read, so that few
-/// steps wait for others.
+/// The places of matrices in shared memory. Later matrices take the places of those that are no longer read, so that
+/// few steps wait for others.
 mod place {
     /// do, and then the gradients of the scores with corrections; dK; dZ̃.
     pub const UPSTREAM: usize = 0;
@@ -293,7 +292,8 @@ pub(super) fn first_of_reader(
     (of.number * readers + reader) * comptime!(config.writers())
 }
 
-/// Writes an accumulator of pairs of tokens as a matrix, rounded, with zeros above the diagonal and, if `strict`, on it.
+/// Writes an accumulator of pairs of tokens as a matrix, rounded, with zeros above the diagonal and, if `strict`, on
+/// it.
 #[cube]
 fn write_lower(
     arena: &mut SharedMemory<Chunk>,
@@ -381,7 +381,7 @@ fn of_query(
         let by_reads = comptime!(Product::abt(d_q, reads, [all, all, d]));
         let mut d_scores = zeros(comptime!(by_reads.fragments()));
         add_product(arena, &mut d_scores, tile, by_reads);
-        scale(&mut d_scores, -1f32, comptime!(by_reads.fragments()));
+        scale(&mut d_scores, -1f32);
         let by_transfer = comptime!(Product::abt(with_keys, transfer, [all, all, all]));
         add_product(arena, &mut d_scores, tile, by_transfer);
         write_lower(arena, &d_scores, tile, 1f32, false, corrected, by_reads);
@@ -509,11 +509,11 @@ fn of_change(
     let mut d_corrections = zeros(vectors);
     if own.exists {
         add_product(arena, &mut d_corrections, own, by_change);
-        scale(&mut d_corrections, -1f32, vectors);
+        scale(&mut d_corrections, -1f32);
         let by_keys = comptime!(Product::ab(transfer, keys, [all, d, all]));
         add_product(arena, &mut d_corrections, own, by_keys);
         add_product(arena, d_reads, own, comptime!(Product::ab(decayed, change, [all, d, d])));
-        scale(d_reads, -1f32, vectors);
+        scale(d_reads, -1f32);
     }
     let square = comptime!(Product::abt(decayed, keys, [all, all, d]));
     add_product(arena, d_transfer, tile, square);

@@ -7,8 +7,9 @@
 //! 3. `scan`: the state before each chunk.
 //! 4. `output`.
 //!
-//! Backward, the scan from the last chunk to the first, the values' gradients, and two kernels that go back through 1 and
-//! 2: `matrices_back` to decayed vectors and scores, `vectors_back` from there to vectors and decays. Every sum has one owner and a fixed order: equal inputs give equal bits.
+//! Backward, the scan from the last chunk to the first, the values' gradients, and two kernels that go back through 1
+//! and 2: `matrices_back` to decayed vectors and scores, `vectors_back` from there to vectors and decays. Every sum has
+//! one owner and a fixed order: equal inputs give equal bits.
 
 mod backward;
 mod levels;
@@ -32,11 +33,11 @@ use self::queries::QueryArraysLaunch;
 use self::scan::ScanArraysLaunch;
 use self::transform::TransformArraysLaunch;
 use super::memory::SizesLaunch;
-use super::product::{Matrix, Product};
 use super::{CHUNK_TOKENS, States, THREADS, serves};
 use crate::attention::AttentionShape;
 use crate::cuda::{CudaTensor, buffer, contiguous, empty, multiprocessors};
 use crate::ops::cuda::{as_u32, dim, dims, nothing};
+use crate::tile::matrix::{Matrix, Product};
 use crate::tile::{CHUNK, Chunk};
 
 /// What a token writes to the state.
@@ -124,7 +125,8 @@ const NOWHERE: Matrix = Matrix::new(0, 16);
 /// What a kind of readers reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Reading {
-    /// The row of sums, from its token's on, up to which a reader reads: 1, or 0 if it reads before the decay of its token.
+    /// The row of sums, from its token's on, up to which a reader reads: 1, or 0 if it reads before the decay of its
+    /// token.
     after: usize,
     /// Whether it reads what its own token writes.
     own: bool,

@@ -4,11 +4,11 @@ use burn::tensor::bf16;
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 
-use super::super::product::{Matrix, WarpTile, pair, read_pair};
 use super::levels::{
     BLOCK, MOST_DECAY, Operands, last_writer, meet, reads, row_of_sums, scale_level, sum_pair,
 };
 use super::{DiagonalConfig, Reading};
+use crate::tile::matrix::{Matrix, WarpTile, pair, read_pair};
 use crate::tile::{Accumulator, Bf16Pair, CHUNK, Chunk, Pair, exp2, half, keep_loop, zeros};
 
 /// The gradients of a chunk's readers and writers: results of 64 tokens of head_dim channels.
@@ -26,8 +26,8 @@ pub struct Near {
     pub of_readers: Accumulator,
 }
 
-/// Adds the gradients that reach the readers of a mild chunk by the scores, whose gradients `d_scores`, with corrections and
-/// with keys, are 0 wherever there is no score. All vectors are given decayed to the chunk's middle.
+/// Adds the gradients that reach the readers of a mild chunk by the scores, whose gradients `d_scores`, with
+/// corrections and with keys, are 0 wherever there is no score. All vectors are given decayed to the chunk's middle.
 #[cube]
 pub fn add_mild_reads(
     arena: &SharedMemory<Chunk>,
@@ -74,8 +74,8 @@ pub fn add_mild_writes(
     }
 }
 
-/// The level at which the decays of a mild chunk are split, at its middle. No block is too small for its tokens to be told
-/// apart there: d_scores has zeros where there is no score.
+/// The level at which the decays of a mild chunk are split, at its middle. No block is too small for its tokens to be
+/// told apart there: d_scores has zeros where there is no score.
 const WHOLE: u32 = 32;
 
 /// As [`add_mild_reads`] and [`add_mild_writes`], of any chunk, level by level; vectors are given without decay.
@@ -293,8 +293,9 @@ fn add_of_readers(
     }
 }
 
-/// Adds what a level has: the decayed gradients to those of the vectors, and their products with the vectors, as decayed
-/// and rounded, to those of the sums. So what a pair adds to its reader's sum is what it takes from its writer's.
+/// Adds what a level has: the decayed gradients to those of the vectors, and their products with the vectors, as
+/// decayed and rounded, to those of the sums. So what a pair adds to its reader's sum is what it takes from its
+/// writer's.
 #[cube]
 fn add_of_level(
     arena: &SharedMemory<Chunk>,

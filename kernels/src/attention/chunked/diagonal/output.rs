@@ -2,11 +2,12 @@
 
 use cubecl::prelude::*;
 
-use super::super::memory::{ChunkOf, Sizes, finish_loads, start_load};
-use super::super::product::{Matrix, Product, WarpTile, add_product, write_rows};
+use super::super::memory::{ChunkOf, Sizes};
 use super::super::{CHUNK_TOKENS, THREADS};
 use super::DiagonalConfig;
+use crate::tile::matrix::{Matrix, Product, WarpTile, add_product, write_rows};
 use crate::tile::roles::two_blocks_per_multiprocessor;
+use crate::tile::rows::{finish_loads, start_load};
 use crate::tile::{Bf16Pair, CHUNK, Chunk, keep_loop, zeros};
 
 /// What the kernels read, and their result.

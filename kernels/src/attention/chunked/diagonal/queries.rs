@@ -3,15 +3,16 @@
 use cubecl::prelude::*;
 
 use super::super::CHUNK_TOKENS;
-use super::super::memory::{ChunkOf, Sizes, finish_loads, start_load};
-use super::super::product::{Matrix, Product, WarpTile, add_product, scale, write_rows};
-use super::super::transform::ROW;
+use super::super::memory::{ChunkOf, Sizes};
 use super::levels::{Operands, Role, load_sums, load_weights, scale_rows_by, sums_len};
 use super::scores::{Target, scores, store_scores};
 use super::transform::add_matrix;
 use super::{DiagonalConfig, DiagonalInputs};
+use crate::tile::inverse::ROW;
+use crate::tile::matrix::{Matrix, Product, WarpTile, add_product, write_rows};
 use crate::tile::product::Place;
-use crate::tile::{Accumulator, Bf16Pair, CHUNK, Chunk, Pair, define_exp2, zeros};
+use crate::tile::rows::{finish_loads, start_load};
+use crate::tile::{Accumulator, Bf16Pair, CHUNK, Chunk, Pair, define_exp2, scale, zeros};
 
 /// What the kernel reads beside [`DiagonalInputs`], and its results.
 #[derive(CubeType, CubeLaunch)]
@@ -177,7 +178,7 @@ pub fn diagonal_queries(
         let mut acc = zeros(comptime!(from_state.fragments()));
         if comptime!(config.corrects()) {
             add_product(&arena, &mut acc, &tile, from_state);
-            scale(&mut acc, -1f32, comptime!(from_state.fragments()));
+            scale(&mut acc, -1f32);
         }
         add_matrix(&arena, &mut acc, &tile, o.reader, from_state);
         let pairs = comptime!(d / 2);

@@ -4,11 +4,12 @@
 use cubecl::prelude::*;
 
 use super::super::CHUNK_TOKENS;
-use super::super::memory::{ChunkOf, EndStates, HandOver, Sizes, fetch_to, put, rounds, store};
-use super::super::product::{
+use super::super::memory::{ChunkOf, EndStates, HandOver, Sizes};
+use super::DiagonalConfig;
+use crate::tile::matrix::{
     Matrix, Product, WarpTile, add_product, read_numbers, write, write_numbers,
 };
-use super::DiagonalConfig;
+use crate::tile::rows::{fetch_to, put, rounds, store};
 use crate::tile::{Accumulator, CHUNK, Chunk, Pair, zeros};
 
 /// What the scan reads, and its result.
@@ -169,8 +170,8 @@ impl Ahead {
     }
 }
 
-/// A row's states for a part of the value's channels: S' = decay ⊙ S + G S + Kᵀ V. Backward the same with Gᵀ, and Qᵀ do of
-/// each query head in place of Kᵀ V. The state is in registers in f32; products read it rounded to bf16, as it is
+/// A row's states for a part of the value's channels: S' = decay ⊙ S + G S + Kᵀ V. Backward the same with Gᵀ, and Qᵀ do
+/// of each query head in place of Kᵀ V. The state is in registers in f32; products read it rounded to bf16, as it is
 /// written.
 ///
 /// Grid: rows · parts; [`THREADS`](super::super::THREADS) threads.

@@ -5,11 +5,11 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 
 use super::super::CHUNK_TOKENS;
-use super::super::product::{Matrix, write_pair};
 use super::DiagonalConfig;
 use super::levels::{
     BLOCK, MIDDLE, Operands, meet, row_of_sums, scale_level, scale_readers, scale_writers,
 };
+use crate::tile::matrix::{Matrix, write_pair};
 use crate::tile::product::Place;
 use crate::tile::{Accumulator, Chunk, all_of_block, half, keep_loop, zeros};
 
@@ -175,8 +175,8 @@ pub fn scores(
     scores
 }
 
-/// Sets the scores of a block on the diagonal, from token `first` on, to 0 whose writers are not before their readers or,
-/// with `own`, at them; and those of readers that are not among the first `from_start`.
+/// Sets the scores of a block on the diagonal, from token `first` on, to 0 whose writers are not before their readers
+/// or, with `own`, at them; and those of readers that are not among the first `from_start`.
 #[cube]
 fn keep_lower(near: &mut Accumulator, first: u32, from_start: u32, #[comptime] own: bool) {
     let lane = UNIT_POS_PLANE;

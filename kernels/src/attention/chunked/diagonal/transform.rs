@@ -3,18 +3,17 @@
 use cubecl::prelude::*;
 
 use super::super::CHUNK_TOKENS;
-use super::super::memory::{ChunkOf, Own, Sizes, rounds, start_load};
-use super::super::product::{
-    Matrix, Product, WarpTile, add_product, read_pair, scale, write, write_rows,
-};
-use super::super::transform::{ELEMENTS, INVERSE, ROW, SYSTEM, clear_inverse, invert, rounded};
+use super::super::memory::{ChunkOf, Sizes};
 use super::levels::{
     Operands, Role, load_sums, load_weights, row_of_sums, scale_rows_by, sums_len,
 };
 use super::scores::{Target, scores, store_scores};
 use super::{DiagonalConfig, DiagonalInputs};
+use crate::tile::inverse::{ELEMENTS, INVERSE, ROW, SYSTEM, clear_inverse, invert, rounded};
+use crate::tile::matrix::{Matrix, Product, WarpTile, add_product, read_pair, write, write_rows};
 use crate::tile::product::{Place, Product as SplitProduct, multiply};
-use crate::tile::{Bf16Pair, CHUNK, Chunk, define_exp2, exp2, zeros};
+use crate::tile::rows::{Own, rounds, start_load};
+use crate::tile::{Bf16Pair, CHUNK, Chunk, define_exp2, exp2, scale, zeros};
 
 /// What the kernel writes.
 #[derive(CubeType, CubeLaunch)]
@@ -264,7 +263,7 @@ fn change(
     if tile.exists {
         let mut acc = zeros(comptime!(change.fragments()));
         add_product(arena, &mut acc, &tile, change);
-        scale(&mut acc, -1f32, comptime!(change.fragments()));
+        scale(&mut acc, -1f32);
         let base = of.number * comptime!(d * pairs);
         write_rows(&mut arrays.change, &acc, &tile, base, pairs, d.runtime(), change);
     }

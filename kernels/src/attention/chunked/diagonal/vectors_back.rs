@@ -2,8 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::super::memory::{ChunkOf, Sizes, start_load};
-use super::super::product::{Matrix, WarpTile, read_pair, read_rows, write_rows};
+use super::super::memory::{ChunkOf, Sizes};
 use super::super::{CHUNK_TOKENS, THREADS};
 use super::levels::{
     MIDDLE, Operands, far_factor, is_mild, load_sums, load_weights, row_of_sums, scale_readers,
@@ -13,7 +12,9 @@ use super::matrices_back::{first_of_reader, load_tokens};
 use super::near::{Near, add_levels, add_mild_reads, add_mild_writes};
 use super::{DiagonalConfig, DiagonalInputs, Reading};
 use crate::tile::copies::wait_for_chunks;
+use crate::tile::matrix::{Matrix, WarpTile, read_pair, read_rows, write_rows};
 use crate::tile::roles::two_blocks_per_multiprocessor;
+use crate::tile::rows::start_load;
 use crate::tile::{
     Accumulator, Bf16Pair, CHUNK, Chunk, Pair, define_exp2, exp2, keep_loop, sum_of_four, zeros,
 };
@@ -86,8 +87,8 @@ struct Numbers {
 /// Warps below one another in results of 64 tokens.
 const DOWN: usize = 4;
 
-/// The gradients of a chunk's vectors and log decays, for chunks whose decays can be split at their middle if `mild`, for
-/// the others if not; the kernel for mild chunks runs first. Apart, the one needs fewer registers.
+/// The gradients of a chunk's vectors and log decays, for chunks whose decays can be split at their middle if `mild`,
+/// for the others if not; the kernel for mild chunks runs first. Apart, the one needs fewer registers.
 ///
 /// Grid: the chunks of all rows; [`THREADS`] threads.
 #[cube(launch_unchecked, fast_math = FastMath::all())]
@@ -198,9 +199,7 @@ pub fn diagonal_vectors_back(
         let base = of.query(head, &sizes) * pairs;
         let to = &mut near;
         of_reader(&mut arena, arrays, &numbers, to, &of, base, &own, false, mild, layout, config);
-        if comptime!(config.corrects()) {
-            start_reader(&mut arena, inputs, arrays, &of, head + 1, &sizes, layout, config);
-        } else if head + 1 < group {
+        if comptime!(config.corrects()) || head + 1 < group {
             start_reader(&mut arena, inputs, arrays, &of, head + 1, &sizes, layout, config);
         }
         if own.exists {
@@ -242,9 +241,9 @@ fn start_reader(
     }
 }
 
-/// The gradient of a reader that is being loaded, by the state and by its scores; adds to those of the writers and of the
-/// sums. Those of corrections and keys of their own are written once the removal keys, which `remove`, have added to them.
-/// Synchronises before it returns.
+/// The gradient of a reader that is being loaded, by the state and by its scores; adds to those of the writers and of
+/// the sums. Those of corrections and keys of their own are written once the removal keys, which `remove`, have added
+/// to them. Synchronises before it returns.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn of_reader(

@@ -3,9 +3,9 @@
 //! Only keys above τ matter. A lower bound of τ is the maximum − 1, or a step of Newton's from another one, taken
 //! with the keys so far: further keys only raise f.
 //!
-//! Over all scores, the first pass estimates τ tile by tile. It keeps f and A = −f'/2 of the keys so far at the estimate. Of the
-//! keys before a tile they are extrapolated as if f^(1/3) were linear: f^(1/2) is convex, so that its root
-//! would be a lower bound, and f itself falls like an exponential where keys have one's tail.
+//! Over all scores, the first pass estimates τ tile by tile. It keeps f and A = −f'/2 of the keys so far at the
+//! estimate. Of the keys before a tile they are extrapolated as if f^(1/3) were linear: f^(1/2) is convex, so that its
+//! root would be a lower bound, and f itself falls like an exponential where keys have one's tail.
 //!
 //! A later pass sums, over the c keys above τ, their excess A and its square f. As long as no key crosses the
 //! threshold, Σ (z − τ − δ)² = 1 is quadratic in δ, and its root is exact. Otherwise errors shrink as their

@@ -7,7 +7,8 @@ use burn::tensor::{DType, Tensor, bf16, s};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
-use super::blocks::{BLOCK, BlockResults};
+use super::blocks::{BLOCK, MovedBlocks};
+use super::split::joined;
 use super::{Call, Path};
 use crate::Cuda;
 use crate::attention::decay::{DecayBiases, DecaySums, DecaySumsCache, OptionalDecay};
@@ -140,8 +141,9 @@ impl PathKvCache {
             let blocks = tokens.narrow(0..full);
             let Tokens { q, k, v, w, beta, log_decay } = &blocks;
             let call = Call::new(op, [q, k, v, w, beta], log_decay.as_ref(), None);
-            let BlockResults { k, r, .. } = call.blocks.forward();
-            let (k, parts) = merge_all(tensor::<Cuda, 4>(k).swap_dims(1, 2), tensor(r));
+            let MovedBlocks { k, r, .. } = call.blocks.moved();
+            let r = joined::<6>(&r, 3).squeeze_dim::<5>(3);
+            let (k, parts) = merge_all(tensor::<Cuda, 4>(k).swap_dims(1, 2), r);
             self.keys.append(primitive(k.cast(DType::BF16)));
             self.values.append(v.clone());
             if let (Some(sums), Some(log_decay)) = (&mut self.decay, log_decay) {

@@ -6,10 +6,9 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 use cubecl::zspace::metadata::Metadata;
 
-use super::blocks::{BLOCK, BlockResults};
+use super::blocks::{BLOCK, MovedBlocks};
 use super::moves::{
-    AllLevelsLaunch, LevelSizesLaunch, MOVED_TOKENS, MoveConfig, Moving, merge_transforms,
-    move_vectors,
+    AllLevelsLaunch, LevelSizesLaunch, MoveConfig, Moving, merge_transforms, move_vectors,
 };
 use super::moves_back::{PIECE, merge_gradients, move_gradients};
 use super::parts::{Half, Level};
@@ -20,8 +19,12 @@ use crate::attention::flash::weight::{
     Sinks, SoftmaxOutput, SoftmaxSavedRowsLaunch, SoftmaxWeight, sinks,
 };
 use crate::cuda::{CudaTensor, buffer, empty, reshaped, zeros};
-use crate::ops::cuda::{as_u32, dims};
-use crate::tile::MASKED;
+use crate::ops::cuda::{as_u32, dims, elements};
+use crate::tile::warpgroup::GROUP_WARPS;
+use crate::tile::{CHUNK, MASKED};
+
+/// Threads of a warpgroup.
+const WARPGROUP: u32 = 32 * GROUP_WARPS as u32;
 
 /// The queries and keys of all levels, in bf16, and the transforms of their parts.
 #[derive(Clone, Debug)]
@@ -30,7 +33,7 @@ pub struct Moved {
     q: Vec<CudaTensor>,
     /// Keys at the ends of their parts, of each level's first parts, likewise.
     k: Vec<CudaTensor>,
-    /// R of each level but the last, `[batch, parts, kv_heads, head_dim, head_dim]` in f32.
+    /// R of each level but the last, as the sum of two, `[batch, parts, kv_heads, 2, head_dim, head_dim]` in bf16.
     transforms: Vec<CudaTensor>,
 }
 
@@ -203,10 +206,10 @@ impl LevelWork for Backward {
 
 impl Moved {
     /// From the blocks' results.
-    pub fn new(levels: &[Level], BlockResults { q, k, r, .. }: &BlockResults) -> Self {
-        let (transforms, above) = merge(levels, r);
-        let all = |x, moving| move_through(levels, x, r, &above, moving);
-        Moved { q: all(q, Moving::Queries), k: all(k, Moving::Keys), transforms }
+    pub fn new(levels: &[Level], MovedBlocks { q, k, r, .. }: MovedBlocks) -> Self {
+        let (transforms, above) = merge_all(levels, &r);
+        let all = |x, moving| move_through(levels, x, &r, &above, moving);
+        Moved { q: all(&q, Moving::Queries), k: all(&k, Moving::Keys), transforms }
     }
 
     /// The rows of a level's attention; `values` is `[batch, kv_heads, tokens, head_dim]`.
@@ -225,26 +228,27 @@ impl Moved {
 }
 
 /// R of all levels but the last, whose vectors do not move; those above the first also as one tensor.
-fn merge(levels: &[Level], blocks: &CudaTensor) -> (Vec<CudaTensor>, CudaTensor) {
-    let [batch, _, kv_heads, head_dim, _] = dims(blocks)[..] else {
-        unreachable!("transforms have five dimensions")
+fn merge_all(levels: &[Level], blocks: &CudaTensor) -> (Vec<CudaTensor>, CudaTensor) {
+    let [batch, _, kv_heads, _, head_dim, _] = dims(blocks)[..] else {
+        unreachable!("transforms have six dimensions")
     };
     let config = MoveConfig { head_dim };
-    let shape = |level: &Level| vec![batch, level.parts(), kv_heads, head_dim, head_dim];
+    let shape = |level: &Level| vec![batch, level.parts(), kv_heads, 2, head_dim, head_dim];
     let further = levels.get(1..levels.len().saturating_sub(1)).unwrap_or_default();
     let shapes: Vec<Vec<usize>> = further.iter().map(shape).collect();
-    let (above, views) = consecutive(blocks, &shapes, DType::F32, false);
+    let (above, views) = consecutive(blocks, &shapes, DType::BF16, false);
     let mut all = vec![blocks.clone()];
     for merged in views {
         let from = all.last().expect("there are the blocks'");
-        // SAFETY: a block writes one transform, and reads two.
+        let panels = dims(&merged)[1] * config.groups();
+        // SAFETY: a block writes rows of one transform, and reads two.
         unsafe {
             merge_transforms::launch_unchecked::<CudaRuntime>(
                 &merged.client,
-                CubeCount::Static(as_u32(dims(&merged)[1]), as_u32(kv_heads), as_u32(batch)),
-                CubeDim::new_1d(config.threads() as u32),
-                buffer(from, 2),
-                buffer(&merged, 2),
+                CubeCount::Static(as_u32(panels), as_u32(kv_heads), as_u32(batch)),
+                CubeDim::new_1d(WARPGROUP),
+                buffer(from, CHUNK),
+                buffer(&merged, CHUNK),
                 as_u32(dims(from)[1]),
                 config,
             );
@@ -278,12 +282,12 @@ fn move_through(
     unsafe {
         move_vectors::launch_unchecked::<CudaRuntime>(
             &x.client,
-            CubeCount::Static(as_u32(tokens.div_ceil(MOVED_TOKENS)), as_u32(heads), as_u32(batch)),
-            CubeDim::new_1d(2 * MOVED_TOKENS as u32),
+            CubeCount::Static(as_u32(tokens / BLOCK), as_u32(heads), as_u32(batch)),
+            CubeDim::new_1d(WARPGROUP),
             buffer(x, 2),
             buffer(&rows, 2),
-            buffer(blocks, 2),
-            buffer(above, 2),
+            buffer(blocks, CHUNK),
+            buffer(above, CHUNK),
             AllLevelsLaunch::new(
                 levels.len() as u32,
                 as_u32(tokens),
@@ -327,23 +331,13 @@ fn consecutive(
     (all, views)
 }
 
-fn sizes(level: &Level, heads: usize, kv_heads: usize) -> LevelSizesLaunch<CudaRuntime> {
-    LevelSizesLaunch::new(
-        as_u32(level.tokens),
-        as_u32(level.part),
-        as_u32(level.parts()),
-        as_u32(heads),
-        as_u32(heads / kv_heads),
-    )
-}
-
-/// The gradients of a level's vectors and transforms.
+/// The gradients of a level's vectors and transforms, each as the sum of two in bf16.
 pub struct MovedGradients {
-    /// Of the queries, `[batch, tokens, heads, head_dim]` in f32.
+    /// Of the queries, `[2, batch, tokens, heads, head_dim]`.
     pub q: CudaTensor,
     /// Of the keys.
     pub k: CudaTensor,
-    /// Of R, `[batch, parts, kv_heads, head_dim, head_dim]` in f32.
+    /// Of R, `[batch, parts, kv_heads, 2, head_dim, head_dim]`.
     pub transforms: CudaTensor,
 }
 
@@ -356,17 +350,22 @@ impl MovedGradients {
         last: Option<(&Level, &LevelGradients)>,
     ) -> Self {
         let [batch, tokens, kv_heads, head_dim] = k;
-        let parts = last.map_or(tokens / BLOCK, |(level, _)| level.parts());
-        let gradients = MovedGradients {
-            q: zeros(like, &q, DType::F32),
-            k: zeros(like, &k, DType::F32),
-            transforms: zeros(like, &[batch, parts, kv_heads, head_dim, head_dim], DType::F32),
+        let zero = |shape: &[usize]| zeros(like, shape, DType::BF16);
+        let all = |[batch, tokens, heads, head_dim]: [usize; 4]| {
+            zero(&[2, batch, tokens, heads, head_dim])
         };
-        if let Some((level, of_scores)) = last {
-            level.add(&gradients.q, &of_scores.dq, Half::Second);
-            level.add(&gradients.k, &of_scores.dk, Half::First);
+        match last {
+            Some((level, of_scores)) => MovedGradients {
+                q: level.spread(&of_scores.dq, Half::Second),
+                k: level.spread(&of_scores.dk, Half::First),
+                transforms: zero(&[batch, level.parts(), kv_heads, 2, head_dim, head_dim]),
+            },
+            None => MovedGradients {
+                q: all(q),
+                k: all(k),
+                transforms: zero(&[batch, tokens / BLOCK, kv_heads, 2, head_dim, head_dim]),
+            },
         }
-        gradients
     }
 
     /// From the gradients at the next level to those at `level`: back through the moves, plus those of the level's
@@ -378,42 +377,21 @@ impl MovedGradients {
         of_scores: &LevelGradients,
         transforms: &CudaTensor,
     ) -> Self {
-        let [batch, parts, kv_heads, head_dim, _] = dims(transforms)[..] else {
-            unreachable!("transforms have five dimensions")
-        };
-        let config = MoveConfig { head_dim };
-        let by_queries =
-            retreat(level, &self.q, &rows.q, &of_scores.dq, transforms, Moving::Queries);
-        let by_keys = retreat(level, &self.k, &rows.k, &of_scores.dk, transforms, Moving::Keys);
-        let gradients =
-            empty(transforms, &[batch, parts, kv_heads, head_dim, head_dim], DType::F32);
-        // SAFETY: a block writes the gradients of two transforms.
-        unsafe {
-            merge_gradients::launch_unchecked::<CudaRuntime>(
-                &gradients.client,
-                CubeCount::Static(as_u32(parts.div_ceil(2)), as_u32(kv_heads), as_u32(batch)),
-                CubeDim::new_1d(config.threads() as u32),
-                buffer(&self.transforms, 2),
-                buffer(transforms, 2),
-                buffer(&by_queries, 2),
-                buffer(&by_keys, 2),
-                buffer(&gradients, 2),
-                as_u32(parts),
-                as_u32(pieces(level)),
-                config,
-            );
+        let gradients = empty(transforms, &dims(transforms), DType::BF16);
+        let vectors = [
+            (Moving::Queries, &self.q, &rows.q, &of_scores.dq),
+            (Moving::Keys, &self.k, &rows.k, &of_scores.dk),
+        ];
+        for (moving, g, x, added) in vectors {
+            let pieces = move_back(level, g, x, added, transforms, moving);
+            merge(&self.transforms, transforms, &pieces, &gradients, moving);
         }
         MovedGradients { transforms: gradients, ..self }
     }
 }
 
-/// Pieces of a part.
-fn pieces(level: &Level) -> usize {
-    level.part.div_ceil(PIECE)
-}
-
 /// [`move_gradients`] of `g`, in place; returns the pieces of the transforms' gradients.
-fn retreat(
+fn move_back(
     level: &Level,
     g: &CudaTensor,
     x: &CudaTensor,
@@ -421,13 +399,13 @@ fn retreat(
     transforms: &CudaTensor,
     moving: Moving,
 ) -> CudaTensor {
-    let [_, _, kv_heads, head_dim, _] = dims(transforms)[..] else {
-        unreachable!("transforms have five dimensions")
+    let [_, _, kv_heads, _, head_dim, _] = dims(transforms)[..] else {
+        unreachable!("transforms have six dimensions")
     };
-    let heads = dims(g)[2];
+    let heads = dims(g)[3];
     let config = MoveConfig { head_dim };
     let [x, added] = [x, added].map(tokens_first);
-    let shape = [pieces(level), level.sequences(), kv_heads, head_dim, head_dim];
+    let shape = [level.part.div_ceil(PIECE), level.sequences(), kv_heads, head_dim, head_dim];
     let pieces = empty(transforms, &shape, DType::F32);
     // SAFETY: a block changes the gradients of its tokens, and writes one piece.
     unsafe {
@@ -435,17 +413,55 @@ fn retreat(
             &g.client,
             CubeCount::Static(as_u32(shape[0]), as_u32(kv_heads), as_u32(shape[1])),
             CubeDim::new_1d(config.threads() as u32),
-            buffer(g, 2),
-            buffer(&x, crate::tile::CHUNK),
-            buffer(&added, 2),
-            buffer(transforms, 2),
+            buffer(g, CHUNK),
+            buffer(&x, CHUNK),
+            buffer(&added, CHUNK),
+            buffer(transforms, CHUNK),
             buffer(&pieces, 2),
-            sizes(level, heads, kv_heads),
+            (elements(g) / 2 / CHUNK) as u64,
+            LevelSizesLaunch::new(
+                as_u32(level.tokens),
+                as_u32(level.part),
+                as_u32(level.parts()),
+                as_u32(heads),
+                as_u32(heads / kv_heads),
+            ),
             moving,
             config,
         );
     }
     pieces
+}
+
+/// [`merge_gradients`]: writes the gradients of one transform of each pair.
+fn merge(
+    of_pairs: &CudaTensor,
+    transforms: &CudaTensor,
+    pieces: &CudaTensor,
+    gradients: &CudaTensor,
+    moving: Moving,
+) {
+    let [batch, parts, kv_heads, _, head_dim, _] = dims(transforms)[..] else {
+        unreachable!("transforms have six dimensions")
+    };
+    let config = MoveConfig { head_dim };
+    let panels = parts.div_ceil(2) * config.groups();
+    // SAFETY: a block writes rows of one transform's gradient.
+    unsafe {
+        merge_gradients::launch_unchecked::<CudaRuntime>(
+            &gradients.client,
+            CubeCount::Static(as_u32(panels), as_u32(kv_heads), as_u32(batch)),
+            CubeDim::new_1d(WARPGROUP),
+            buffer(of_pairs, CHUNK),
+            buffer(transforms, CHUNK),
+            buffer(pieces, 2),
+            buffer(gradients, CHUNK),
+            as_u32(parts),
+            as_u32(dims(pieces)[0]),
+            moving,
+            config,
+        );
+    }
 }
 
 /// `[batch, heads, tokens, channels]` as a contiguous `[batch, tokens, heads, channels]`.

@@ -6,6 +6,7 @@
 
 mod blocks;
 mod decode;
+mod join;
 mod levels;
 mod moves;
 mod moves_back;
@@ -14,10 +15,11 @@ mod split;
 
 use burn::tensor::DType;
 
-use self::blocks::{BLOCK, BlockGrads, BlockResults, BlockUpstream, Blocks};
+use self::blocks::{BLOCK, BlockGrads, BlockUpstream, Blocks, OwnAttention};
 pub use self::decode::{PathKvCache, Tokens};
+use self::join::join_attention;
 use self::levels::{Masks, Moved, MovedGradients, Saved};
-use self::parts::{Half, Level, rounded};
+use self::parts::{Half, Level};
 use super::op::Path;
 use crate::attention::decay::{self, DecaySums};
 use crate::attention::flash::{self, Heads, row_dots};
@@ -85,14 +87,14 @@ pub(super) fn forward(
         return None;
     }
     let call = Call::new(op, inputs, decay, documents);
-    let results = call.blocks.forward();
-    let moved = Moved::new(&call.levels, &results);
-    let BlockResults { o, lse, .. } = results;
-    for (i, level) in call.levels.iter().enumerate() {
+    let (moved, OwnAttention { o, lse }) = call.blocks.forward();
+    let moved = Moved::new(&call.levels, moved);
+    let of_levels = call.levels.iter().enumerate().map(|(i, level)| {
         let rows = moved.rows(i, level, call.v);
-        level.add_attention(&o, &lse, &call.masks.attend(level, &rows));
-    }
-    let mut output = rounded(&o);
+        call.masks.attend(level, &rows)
+    });
+    let of_levels: Vec<_> = of_levels.collect();
+    let mut output = join_attention(&o, &lse, &call.levels, &of_levels);
     output.meta.swap(1, 2);
     let saved = match needs {
         true => inputs.into_iter().chain(decay).chain([&output, &lse]).cloned().collect(),
@@ -115,7 +117,9 @@ pub(super) fn backward(
     let delta = row_dots(&Heads::new(output), &Heads::new(grad));
     let saved = Saved { grad, lse, delta: &delta };
 
-    let moved = Moved::new(&call.levels, &call.blocks.forward());
+    let moved = call.blocks.moved();
+    let inverses = moved.inverses.clone();
+    let moved = Moved::new(&call.levels, moved);
     let [batch, heads, tokens, head_dim] = dims(q)[..] else {
         unreachable!("q has four dimensions")
     };
@@ -140,16 +144,19 @@ pub(super) fn backward(
         });
     }
     let gradients = gradients.unwrap_or_else(|| MovedGradients::last(q, of_vectors, None));
-    let BlockGrads { q, k, v, w, beta } = call.blocks.backward(&BlockUpstream {
-        d_o: grad,
-        lse,
-        delta: &delta,
-        d_q: &gradients.q,
-        d_k: &gradients.k,
-        d_v: &dv,
-        d_r: &gradients.transforms,
-        ds: sums.as_ref().map(|sums| sums.each_ref()),
-    });
+    let BlockGrads { q, k, v, w, beta } = call.blocks.backward(
+        &inverses,
+        &BlockUpstream {
+            d_o: grad,
+            lse,
+            delta: &delta,
+            d_q: &gradients.q,
+            d_k: &gradients.k,
+            d_v: &dv,
+            d_r: &gradients.transforms,
+            ds: sums.as_ref().map(|sums| sums.each_ref()),
+        },
+    );
     let beta = reshaped(&beta, &[batch, kv_heads, tokens, 1]);
     let log_decay = sums.map(|[rows, columns]| decay::gradient(rows, columns));
     [q, k, v, w, beta].into_iter().chain(log_decay).collect()

@@ -6,9 +6,13 @@
 
 use cubecl::prelude::*;
 
-use super::split::{SplitTile, panels, split_fragments};
-use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS, start_abt, start_pb, uninit, wait};
-use crate::tile::{Accumulator, Bf16Pair, PANEL_DIM, Pair};
+use super::split::{SplitRows, SplitTile, panels, split_fragments};
+use crate::tile::copies::wait_for_chunks;
+use crate::tile::roles::three_blocks_per_multiprocessor;
+use crate::tile::warpgroup::{
+    GROUP_ROWS, GROUP_WARPS, set_a_frag, start_abt, start_pb, uninit, wait,
+};
+use crate::tile::{AFragments, Bf16Pair, CHUNK, Chunk, PANEL_DIM, Pair};
 
 /// Whose vectors move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -27,25 +31,32 @@ pub struct MoveConfig {
 }
 
 impl MoveConfig {
-    /// Warpgroups of a block: each has 64 rows of a tile, and 64 rows of a transform's gradient.
+    /// Panels of 64 rows or columns, and warpgroups of a block that moves gradients.
     pub const fn groups(self) -> usize {
         panels(self.head_dim)
     }
 
-    /// Threads of a block.
+    /// Threads of a block that moves gradients.
     pub const fn threads(self) -> usize {
         32 * GROUP_WARPS * self.groups()
     }
 
-    /// Rows of a tile.
-    pub const fn rows(self) -> usize {
-        GROUP_ROWS * self.groups()
+    /// Chunks of a tile of vectors.
+    pub const fn tile_chunks(self) -> usize {
+        GROUP_ROWS * self.padded() / CHUNK
     }
 
     /// Channels in shared memory.
     pub const fn padded(self) -> usize {
         PANEL_DIM * self.groups()
     }
+}
+
+/// The panel of a transform's rows, and the pair of parts, of a block that owns 64 rows.
+#[cube]
+pub fn own_panel(#[comptime] config: MoveConfig) -> (usize, usize) {
+    let panels = comptime!(config.groups());
+    (CUBE_POS_X as usize % panels, CUBE_POS_X as usize / panels)
 }
 
 /// The sizes of a level.
@@ -66,13 +77,13 @@ pub struct LevelSizes {
 /// The vectors of one part and head that move, and the transform they meet.
 #[derive(CubeType, Clone, Copy)]
 pub struct Movers {
-    /// The pair of the first vector's first channels in `[batch, tokens, heads, head_dim]`.
+    /// The first chunk of the first vector in `[batch, tokens, heads, head_dim]`.
     pub base: usize,
-    /// Pairs from one token to the next.
+    /// Chunks from one token to the next.
     pub stride: usize,
     /// Tokens.
     pub count: usize,
-    /// The first pair of the transform in `[batch, parts, kv_heads, head_dim, head_dim]`.
+    /// The number of the transform in `[batch, parts, kv_heads]`.
     pub transform: usize,
 }
 
@@ -89,21 +100,16 @@ impl LevelSizes {
     ) -> Movers {
         let (tokens, part) = (self.tokens as usize, self.part as usize);
         let (heads, group) = (self.heads as usize, self.group as usize);
-        let pairs = comptime!(config.head_dim / 2);
+        let chunks = comptime!(config.head_dim / CHUNK);
         let (mut own, mut other) = (2 * pair, 2 * pair + 1);
         if comptime!(moving == Moving::Queries) {
             own = 2 * pair + 1;
             other = 2 * pair;
         }
         let first = own * part;
-        let base = ((batch * tokens + first) * heads + head) * pairs;
+        let base = ((batch * tokens + first) * heads + head) * chunks;
         let at = (batch * self.parts as usize + other) * (heads / group) + head / group;
-        Movers {
-            base,
-            stride: heads * pairs,
-            count: min(part, tokens - first),
-            transform: at * config.head_dim * pairs,
-        }
+        Movers { base, stride: heads * chunks, count: min(part, tokens - first), transform: at }
     }
 }
 
@@ -120,118 +126,161 @@ pub struct AllLevels {
     pub group: u32,
 }
 
-/// Tokens of a block of [`move_vectors`]: two of the smallest parts.
-pub const MOVED_TOKENS: usize = 2 * GROUP_ROWS;
+/// Where a block of 64 tokens is at a level.
+#[derive(CubeType, Clone, Copy)]
+struct AtLevel {
+    /// The level.
+    level: u32,
+    /// Parts of a sequence.
+    parts: usize,
+    /// The block's part.
+    position: usize,
+    /// Tokens of a part.
+    part: usize,
+    /// The number of the level's first transform among those above the first level.
+    transforms: usize,
+    /// The level's first row in `[batch · pairs, part, heads]`, of all levels.
+    rows: usize,
+}
+
+#[cube]
+impl AtLevel {
+    /// The first level.
+    fn first(sizes: &AllLevels) -> AtLevel {
+        AtLevel {
+            level: 0u32.runtime(),
+            parts: sizes.tokens as usize / GROUP_ROWS,
+            position: CUBE_POS_X as usize,
+            part: GROUP_ROWS.runtime(),
+            transforms: 0usize.runtime(),
+            rows: 0usize.runtime(),
+        }
+    }
+
+    /// Goes on to the next level.
+    fn rise(&mut self, sizes: &AllLevels) {
+        let batch = CUBE_COUNT_Z as usize;
+        if self.level > 0 {
+            self.transforms += batch * self.parts * (sizes.heads / sizes.group) as usize;
+        }
+        self.rows += batch * (self.parts / 2) * self.part * sizes.heads as usize;
+        self.level += 1;
+        self.parts = (self.parts + 1) / 2;
+        self.position /= 2;
+        self.part *= 2;
+    }
+
+    /// Whether the level's scores are computed from the block's vectors.
+    fn serves(&self, #[comptime] moving: Moving) -> bool {
+        let mut serves = self.position % 2 == 1;
+        if comptime!(moving == Moving::Keys) {
+            serves = (self.position % 2 == 0) & (self.position + 1 < self.parts);
+        }
+        serves
+    }
+
+    /// Whether they move to the next level.
+    fn moves(&self, sizes: &AllLevels, #[comptime] moving: Moving) -> bool {
+        self.serves(moving) & (self.level + 1 < sizes.levels)
+    }
+
+    /// Starts to copy the transform that they move by, if they do.
+    fn start_copy(
+        &self,
+        transform: &mut SplitTile,
+        blocks: &Array<Chunk>,
+        above: &Array<Chunk>,
+        sizes: &AllLevels,
+        #[comptime] moving: Moving,
+        #[comptime] config: MoveConfig,
+    ) {
+        if self.moves(sizes, moving) {
+            let threads = comptime!(32 * GROUP_WARPS);
+            let mut other = self.position - 1;
+            if comptime!(moving == Moving::Keys) {
+                other = self.position + 1;
+            }
+            let kv_heads = (sizes.heads / sizes.group) as usize;
+            let kv_head = (CUBE_POS_Y / sizes.group) as usize;
+            let number = (CUBE_POS_Z as usize * self.parts + other) * kv_heads + kv_head;
+            let zero = 0usize.runtime();
+            if self.level == 0 {
+                let rows = SplitRows::of_matrix(number, config.head_dim);
+                transform.start_copy(zero, blocks, &rows, threads);
+            } else {
+                let rows = SplitRows::of_matrix(self.transforms + number, config.head_dim);
+                transform.start_copy(zero, above, &rows, threads);
+            }
+        }
+    }
+}
 
 /// Moves vectors through all levels, and writes what each level's scores are computed from.
 ///
 /// - `x`: the vectors of the first level, `[batch, tokens, heads, head_dim]`
 /// - `rows`: one level after the other, each `[batch · pairs, part, heads, head_dim]`
-/// - `blocks`: R of the first level's parts, `[batch, parts, kv_heads, head_dim, head_dim]`
+/// - `blocks`: R of the first level's parts, `[batch, parts, kv_heads, 2, head_dim, head_dim]`
 /// - `above`: R of the further levels, one after the other, each like `blocks`
 ///
-/// Grid: tokens by [`MOVED_TOKENS`], heads, batch; 256 threads. A warpgroup keeps 64 vectors in registers.
+/// Grid: blocks of 64 tokens, heads, batch; a warpgroup, which keeps its vectors in registers, each number as the sum
+/// of two in bf16.
 #[cube(launch_unchecked, address_type = "u64")]
 pub fn move_vectors(
     x: &Array<Pair>,
     rows: &mut Array<Bf16Pair>,
-    blocks: &Array<Pair>,
-    above: &Array<Pair>,
+    blocks: &Array<Chunk>,
+    above: &Array<Chunk>,
     sizes: AllLevels,
     #[comptime] moving: Moving,
     #[comptime] config: MoveConfig,
 ) {
     let MoveConfig { head_dim, .. } = comptime!(config);
-    let (row_pairs, threads) = comptime!((head_dim / 2, MOVED_TOKENS * 2));
+    let (row_pairs, threads) = comptime!((head_dim / 2, 32 * GROUP_WARPS));
+    if comptime!(config.groups() > 1) {
+        // As many as transforms fit its shared memory.
+        three_blocks_per_multiprocessor(comptime!("move_vectors".to_string()), threads);
+    }
     let (head, batch) = (CUBE_POS_Y as usize, CUBE_POS_Z as usize);
     let (heads, tokens) = (sizes.heads as usize, sizes.tokens as usize);
-    let kv_heads = heads / sizes.group as usize;
-    let kv_head = head / sizes.group as usize;
-    let warp = plane_shuffle(UNIT_POS / 32, 0u32) as usize;
-    let block = CUBE_POS_X as usize * 2 + warp / GROUP_WARPS;
-    let exists = block * GROUP_ROWS < tokens;
-    let token = block * GROUP_ROWS + warp % GROUP_WARPS * 16 + UNIT_POS_PLANE as usize / 4;
-    let mut vectors = crate::tile::zeros(comptime!(head_dim / 8));
-    if exists {
-        read(
-            &mut vectors,
-            x,
-            ((batch * tokens + token) * heads + head) * row_pairs,
-            heads * row_pairs,
-        );
-    }
-    let mut transform = SplitTile::new(head_dim, comptime!(config.padded()));
+    let mut transform = SplitTile::new(head_dim, comptime!(config.padded()), 1usize);
+    let mut at = AtLevel::first(&sizes);
+    at.start_copy(&mut transform, blocks, above, &sizes, moving, config);
 
-    let mut part = GROUP_ROWS.runtime();
-    let mut parts = tokens / GROUP_ROWS;
-    let mut position = block;
-    let mut common = CUBE_POS_X as usize * 2;
-    let (mut level_rows, mut level_transforms) = (0usize.runtime(), 0usize.runtime());
+    let in_block = UNIT_POS as usize / 32 * 16 + UNIT_POS_PLANE as usize / 4;
+    let token = CUBE_POS_X as usize * GROUP_ROWS + in_block;
+    let base = ((batch * tokens + token) * heads + head) * row_pairs;
+    let (mut high, mut low) = read(x, base, heads * row_pairs, config);
     for level in 0..sizes.levels {
-        let pairs = parts / 2;
-        let mut moves = exists & (position % 2 == 1);
-        if comptime!(moving == Moving::Keys) {
-            moves = exists & (position % 2 == 0) & (position + 1 < parts);
+        if at.serves(moving) {
+            let in_part = token - at.position * at.part;
+            let sequence = batch * (at.parts / 2) + at.position / 2;
+            let row = at.rows + (sequence * at.part + in_part) * heads + head;
+            write(&high, rows, row * row_pairs, heads * row_pairs, config);
         }
-        if moves {
-            let in_part = token - position * part;
-            let row = ((batch * pairs + position / 2) * part + in_part) * heads + head;
-            write(&vectors, rows, level_rows + row * row_pairs, heads * row_pairs);
-        }
-        // All vectors of a block move by one transform, if any do.
-        let first = common / 2 * 2;
-        let mut needed = (level == 0) | (common % 2 == 1);
-        let mut other = first;
-        if comptime!(moving == Moving::Keys) {
-            needed = common % 2 == 0;
-            other = first + 1;
-        }
-        if needed & (first + 1 < parts) & (level + 1 < sizes.levels) {
-            let from =
-                ((batch * parts + other) * kv_heads + kv_head) * comptime!(head_dim * head_dim / 2);
-            if level == 0 {
-                transform.load(blocks, from, row_pairs, head_dim, head_dim, threads);
-            } else {
-                transform.load(
-                    above,
-                    level_transforms + from,
-                    row_pairs,
-                    head_dim,
-                    head_dim,
-                    threads,
-                );
-            }
+        if at.moves(&sizes, moving) {
+            wait_for_chunks();
             sync_async_proxy_shared();
             sync_cube();
-            if moves {
-                advance(&mut vectors, &transform, moving, config);
-            }
+            advance(&mut high, &mut low, &transform, moving, config);
             // Before the transform's place is written again.
             sync_cube();
         }
-        level_rows += sizes.batch_rows(pairs * part) * row_pairs;
-        if level > 0 {
-            level_transforms +=
-                CUBE_COUNT_Z as usize * parts * kv_heads * comptime!(head_dim * head_dim / 2);
+        at.rise(&sizes);
+        if level + 1 < sizes.levels {
+            at.start_copy(&mut transform, blocks, above, &sizes, moving, config);
         }
-        part *= 2;
-        parts = (parts + 1) / 2;
-        position /= 2;
-        common /= 2;
-    }
-}
-
-#[cube]
-impl AllLevels {
-    /// Rows of all sequences and heads, for `tokens` of each.
-    fn batch_rows(&self, tokens: usize) -> usize {
-        CUBE_COUNT_Z as usize * tokens * self.heads as usize
     }
 }
 
 /// Reads a lane's pairs of two rows, 8 apart; the first one begins at pair `base`.
 #[cube]
-fn read(vectors: &mut Accumulator, x: &Array<Pair>, base: usize, stride: usize) {
+fn read(
+    x: &Array<Pair>,
+    base: usize,
+    stride: usize,
+    #[comptime] config: MoveConfig,
+) -> (AFragments, AFragments) {
+    let mut vectors = uninit(comptime!(config.head_dim / 8));
     #[unroll]
     for r in 0..2usize {
         #[unroll]
@@ -240,17 +289,24 @@ fn read(vectors: &mut Accumulator, x: &Array<Pair>, base: usize, stride: usize) 
                 x[base + comptime!(r * 8) * stride + n * 4 + UNIT_POS_PLANE as usize % 4];
         }
     }
+    split_fragments(&vectors, comptime!(config.head_dim / 8))
 }
 
-/// Writes them rounded.
+/// Writes them.
 #[cube]
-fn write(vectors: &Accumulator, rows: &mut Array<Bf16Pair>, base: usize, stride: usize) {
+fn write(
+    vectors: &AFragments,
+    rows: &mut Array<Bf16Pair>,
+    base: usize,
+    stride: usize,
+    #[comptime] config: MoveConfig,
+) {
     #[unroll]
     for r in 0..2usize {
         #[unroll]
-        for n in 0..vectors.len() {
+        for n in 0..comptime!(config.head_dim / 8) {
             let at = base + comptime!(r * 8) * stride + n * 4 + UNIT_POS_PLANE as usize % 4;
-            rows[at] = Vector::cast_from(vectors.index(n)[r]);
+            rows[at] = vectors.index(comptime!(n / 2))[comptime!(n % 2 * 2 + r)];
         }
     }
 }
@@ -258,84 +314,82 @@ fn write(vectors: &Accumulator, rows: &mut Array<Bf16Pair>, base: usize, stride:
 /// x ← x − x Rᵀ for queries, x ← x − x R for keys.
 #[cube]
 fn advance(
-    vectors: &mut Accumulator,
+    high: &mut AFragments,
+    low: &mut AFragments,
     transform: &SplitTile,
     #[comptime] moving: Moving,
     #[comptime] config: MoveConfig,
 ) {
     let n_dim = comptime!(config.head_dim / 8);
-    let (high, low) = split_fragments(vectors, n_dim);
     let mut acc = crate::tile::zeros(n_dim);
     let zero = usize::cast_from(0u32);
     if comptime!(moving == Moving::Queries) {
-        start_abt(&low, &transform.high, zero, &mut acc, false, n_dim);
-        start_abt(&high, &transform.low, zero, &mut acc, false, n_dim);
-        start_abt(&high, &transform.high, zero, &mut acc, false, n_dim);
+        start_abt(low, &transform.high, zero, &mut acc, false, n_dim);
+        start_abt(high, &transform.low, zero, &mut acc, false, n_dim);
+        start_abt(high, &transform.high, zero, &mut acc, false, n_dim);
     } else {
-        start_pb(&low, &transform.high, zero, &mut acc);
-        start_pb(&high, &transform.low, zero, &mut acc);
-        start_pb(&high, &transform.high, zero, &mut acc);
+        start_pb(low, &transform.high, zero, &mut acc);
+        start_pb(high, &transform.low, zero, &mut acc);
+        start_pb(high, &transform.high, zero, &mut acc);
     }
     wait(&mut acc, 0usize);
     #[unroll]
     for n in 0..n_dim {
         #[unroll]
         for r in 0..2usize {
-            let moved = vectors.index(n)[r] - acc.index(n)[r];
-            vectors.index_mut(n)[r] = moved;
+            let place = comptime!(n % 2 * 2 + r);
+            let first = Pair::cast_from(high.index(comptime!(n / 2))[place]);
+            let rest = Pair::cast_from(low.index(comptime!(n / 2))[place]);
+            let moved = (first - acc.index(n)[r]) + rest;
+            set_a_frag(high, n, r, moved);
+            let nearest = Bf16Pair::cast_from(moved);
+            set_a_frag(low, n, r, moved - Pair::cast_from(nearest));
         }
     }
 }
 
-/// R of the next level's parts, `[batch, parts / 2 rounded up, kv_heads, head_dim, head_dim]`, from those of this
-/// level, `[batch, parts, kv_heads, head_dim, head_dim]`.
+/// R of the next level's parts, `[batch, parts / 2 rounded up, kv_heads, 2, head_dim, head_dim]`, from those of this
+/// level, `[batch, parts, kv_heads, 2, head_dim, head_dim]`.
 ///
-/// Grid: parts of the next level, kv_heads, batch.
+/// Grid: panels of 64 rows of the next level's parts, kv_heads, batch; a warpgroup.
 #[cube(launch_unchecked, address_type = "u64")]
 pub fn merge_transforms(
-    transforms: &Array<Pair>,
-    merged: &mut Array<Pair>,
+    transforms: &Array<Chunk>,
+    merged: &mut Array<Chunk>,
     parts: u32,
     #[comptime] config: MoveConfig,
 ) {
     let MoveConfig { head_dim, .. } = comptime!(config);
-    let (rows, threads, padded) = comptime!((config.rows(), config.threads(), config.padded()));
-    let elements = comptime!(head_dim * head_dim / 2);
-    let (pair, head, batch) = (CUBE_POS_X as usize, CUBE_POS_Y as usize, CUBE_POS_Z as usize);
+    let (threads, padded) = comptime!((32 * GROUP_WARPS, config.padded()));
+    let (panel, pair) = own_panel(config);
+    let (head, batch) = (CUBE_POS_Y as usize, CUBE_POS_Z as usize);
     let (heads, parts) = (CUBE_COUNT_Y as usize, parts as usize);
-    let first = ((batch * parts + 2 * pair) * heads + head) * elements;
-    let second = first + heads * elements;
-    let to = ((batch * CUBE_COUNT_X as usize + pair) * heads + head) * elements;
-    let mut left = SplitTile::new(rows, padded);
-    let mut right = SplitTile::new(head_dim, padded);
+    let first = (batch * parts + 2 * pair) * heads + head;
+    let own = (batch * ((parts + 1) / 2) + pair) * heads + head;
+    let row = panel * GROUP_ROWS;
+    let to = SplitRows::of_matrix(own, head_dim).rows(row);
+    let mut left = SplitTile::new(GROUP_ROWS, padded, 1usize);
+    let of_first = SplitRows::of_matrix(first, head_dim).rows(row);
+    let zero = 0usize.runtime();
+    left.start_copy(zero, transforms, &of_first, threads);
     if 2 * pair + 1 < parts {
-        let stride = comptime!(head_dim / 2);
-        left.load(transforms, first, stride, head_dim, head_dim, threads);
-        right.load(transforms, second, stride, head_dim, head_dim, threads);
+        let mut right = SplitTile::new(padded, padded, 1usize);
+        let of_second = SplitRows::of_matrix(first + heads, head_dim);
+        right.start_copy(zero, transforms, &of_second, threads);
+        wait_for_chunks();
         sync_async_proxy_shared();
         sync_cube();
         let warp = plane_shuffle(UNIT_POS / 32, 0u32) as usize;
         let mut acc = uninit(comptime!(head_dim / 8));
-        left.start_ab(warp / GROUP_WARPS * GROUP_ROWS, &right, &mut acc);
+        left.start_ab(&right, &mut acc);
         wait(&mut acc, 0usize);
-        let lane = UNIT_POS_PLANE as usize;
-        #[unroll]
-        for r in 0..2usize {
-            let row = warp * 16 + r * 8 + lane / 4;
-            if row < head_dim {
-                #[unroll]
-                for n in 0..comptime!(head_dim / 8) {
-                    let at = row * stride + n * 4 + lane % 4;
-                    let sum = transforms[first + at] + transforms[second + at];
-                    merged[to + at] = sum - acc.index(n)[r];
-                }
-            }
-        }
+        // Before the tile of R_first changes.
+        sync_cube();
+        right.take_off(&mut acc, row + warp * 16);
+        left.subtract(zero, &acc, warp * 16, zero);
     } else {
-        let mut at = UNIT_POS as usize;
-        while at < elements {
-            merged[to + at] = transforms[first + at];
-            at += threads;
-        }
+        wait_for_chunks();
     }
+    sync_cube();
+    left.store(zero, merged, &to, threads);
 }

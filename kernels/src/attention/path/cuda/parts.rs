@@ -8,12 +8,10 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 use cubecl::zspace::metadata::Metadata;
 
-use super::blocks::Quad;
-use crate::attention::flash::weight::SoftmaxOutput;
 use crate::attention::flash::{Heads, as_u32};
 use crate::cuda::{CudaTensor, buffer, empty};
-use crate::ops::cuda::{THREADS, blocks, dim, dims, elements};
-use crate::tile::{Bf16Pair, CHUNK, Chunk, LOG2_E, MASKED, Pair, RowStrides, exp2};
+use crate::ops::cuda::{THREADS, blocks, dim, elements};
+use crate::tile::{Bf16Pair, CHUNK, Chunk, Pair, RowStrides};
 
 /// The parts of `part` tokens each into which sequences are cut.
 #[derive(Clone, Copy, Debug)]
@@ -206,31 +204,30 @@ impl Level {
         starts
     }
 
-    /// Adds this level's softmax attention, over further keys, to that of `o` `[batch, tokens, heads, channels]` and
-    /// `lse` `[batch, heads, tokens]`, in f32 and base 2.
-    pub fn add_attention(&self, o: &CudaTensor, lse: &CudaTensor, level: &SoftmaxOutput) {
-        let [_, tokens, heads, channels]: [usize; 4] = o.meta.shape().dims();
-        let of_level = Heads::new(&level.o);
-        let rows = self.sequences() * self.part * heads;
-        // SAFETY: lanes of one warp change one row.
+    /// `added`, `[batch · pairs, heads, part, channels]` in bf16, at its tokens in `half` of the pairs, and 0
+    /// elsewhere, as the sum of two, `[2, batch, tokens, heads, channels]`.
+    pub fn spread(&self, added: &CudaTensor, half: Half) -> CudaTensor {
+        let added = Heads::new(added);
+        let [_, heads, _, channels] = added.dims;
+        let shape = [2, self.batch, self.tokens, heads, channels];
+        let all = empty(&added.tensor, &shape, DType::BF16);
+        let count = elements(&all) / 2 / CHUNK;
+        // SAFETY: a thread writes two chunks.
         unsafe {
-            add_attention::launch_unchecked::<CudaRuntime>(
-                &o.client,
-                blocks(rows * LANES_PER_ROW, THREADS),
+            spread_part::launch_unchecked::<CudaRuntime>(
+                &added.tensor.client,
+                blocks(count, THREADS),
                 dim(THREADS),
-                buffer(o, 4),
-                buffer(lse, 1),
-                buffer(&of_level.tensor, CHUNK),
-                buffer(&level.lse, 1),
-                of_level.row_strides(),
-                self.pairs() as u32,
-                as_u32(self.part),
-                as_u32(rows),
-                as_u32(tokens),
-                heads as u32,
+                buffer(&added.tensor, CHUNK),
+                buffer(&all, CHUNK),
+                added.row_strides(),
+                self.sizes(half, heads),
+                as_u32(count),
+                as_u32(self.tokens),
                 as_u32(channels / CHUNK),
             );
         }
+        all
     }
 
     /// Adds `added`, `[batch · pairs, heads, part, channels]` in bf16, to `half` of the pairs of `x`,
@@ -344,6 +341,38 @@ fn copy_part(
     }
 }
 
+/// Chunks of one part of every pair as `[2, batch, tokens, heads, chunks]`, 0 elsewhere.
+#[cube(launch_unchecked, address_type = "u64")]
+fn spread_part(
+    added: &Array<Chunk>,
+    all: &mut Array<Chunk>,
+    strides: RowStrides,
+    sizes: PartSizes,
+    count: u32,
+    tokens: u32,
+    chunks: u32,
+) {
+    let at = ABSOLUTE_POS;
+    if at < count as usize {
+        let at = at as u32;
+        let (chunk, row) = (at % chunks, at / chunks);
+        let (head, token) = (row % sizes.heads, row / sizes.heads % tokens);
+        let batch = row / sizes.heads / tokens;
+        let (pair, in_pair) = (token / sizes.part / 2, token % (2 * sizes.part));
+        let exists =
+            (pair < sizes.pairs) & (in_pair >= sizes.first) & (in_pair < sizes.first + sizes.part);
+        let mut value = Chunk::cast_from(0f32);
+        if exists {
+            let sequence = (batch * sizes.pairs + pair) as usize;
+            let in_part = (in_pair - sizes.first) as usize;
+            let row = strides.base(sequence, head as usize) + in_part * strides.row as usize;
+            value = added[row + chunk as usize];
+        }
+        all[at as usize] = value;
+        all[at as usize + count as usize] = Chunk::cast_from(0f32);
+    }
+}
+
 /// x += added for one part of every pair; `x` is `[batch, tokens, heads, pairs of channels]`.
 #[cube(launch_unchecked, address_type = "u64")]
 fn add_part(
@@ -448,95 +477,5 @@ fn starts_in_pairs(
             start = max(found, first) - first;
         }
         starts[at] = i32::cast_from(start as u32);
-    }
-}
-
-/// Lanes that add a row's attention.
-const LANES_PER_ROW: usize = 8;
-
-/// Adds softmax attention over further keys, in chunks of channels.
-#[cube(launch_unchecked, address_type = "u64")]
-fn add_attention(
-    o: &mut Array<Quad>,
-    lse: &mut Array<f32>,
-    of_level: &Array<Chunk>,
-    lse_of_level: &Array<f32>,
-    strides: RowStrides,
-    pairs: u32,
-    part: u32,
-    rows: u32,
-    tokens: u32,
-    heads: u32,
-    chunks: u32,
-) {
-    let row = ABSOLUTE_POS / LANES_PER_ROW;
-    let (tokens, chunks) = (tokens as usize, chunks as usize);
-    // A row past the last one is that of no token.
-    let sizes = PartSizes { pairs, part, first: part, heads };
-    let place = sizes.place(min(row as u32, rows - 1), 1u32);
-    let heads = heads as usize;
-    let at = (place.batch * heads + place.head) * tokens + place.token;
-    let mut other = f32::cast_from(comptime!(-MASKED));
-    let mut own = 0f32;
-    if (row < rows as usize) & (place.token < tokens) {
-        own = lse[at];
-        other = lse_of_level[(place.sequence * heads + place.head) * part as usize + place.in_part];
-    }
-    // A query that sees no key of this level has an lse of −MASKED, and keeps its output.
-    let sees = other < comptime!(-MASKED);
-    let most = max(own, other);
-    let (keep, add) = (exp2(own - most), exp2(other - most));
-    let sum = keep + add;
-    let lane = ABSOLUTE_POS % LANES_PER_ROW;
-    if sees {
-        let (keep, add) = (Quad::cast_from(keep / sum), Quad::cast_from(add / sum));
-        let from = strides.base(place.sequence, place.head) + place.in_part * strides.row as usize;
-        let to = ((place.batch * tokens + place.token) * heads + place.head) * chunks;
-        let mut chunk = lane;
-        while chunk < chunks {
-            let further = of_level[from + chunk];
-            #[unroll]
-            for half in 0..2usize {
-                let mut four = Quad::empty();
-                #[unroll]
-                for i in 0..4usize {
-                    four[i] = f32::cast_from(further[comptime!(half * 4 + i)]);
-                }
-                let at = (to + chunk) * 2 + half;
-                o[at] = o[at] * keep + four * add;
-            }
-            chunk += LANES_PER_ROW;
-        }
-    }
-    // All lanes of the row have read it.
-    sync_plane();
-    if sees & (lane == 0) {
-        lse[at] = most + Log::ln(sum) * LOG2_E;
-    }
-}
-
-/// `x` in bf16.
-pub fn rounded(x: &CudaTensor) -> CudaTensor {
-    let rounded = empty(x, &dims(x), DType::BF16);
-    let count = elements(x) / 2;
-    // SAFETY: a thread writes two elements.
-    unsafe {
-        round_pairs::launch_unchecked::<CudaRuntime>(
-            &x.client,
-            blocks(count, THREADS),
-            dim(THREADS),
-            buffer(x, 2),
-            buffer(&rounded, 2),
-            as_u32(count),
-        );
-    }
-    rounded
-}
-
-#[cube(launch_unchecked)]
-fn round_pairs(x: &Array<Pair>, rounded: &mut Array<Bf16Pair>, count: u32) {
-    let at = ABSOLUTE_POS;
-    if at < count as usize {
-        rounded[at] = Vector::cast_from(x[at]);
     }
 }

@@ -225,8 +225,8 @@ pub fn forward(
     Some(call.finished(inputs, &recurrence, o, saved, save))
 }
 
-/// As [`forward`], from the state `before` the first token, 0 if there is none; also the state after the last. States are
-/// `[batch, kv_heads, head_dim, head_dim]` in f32.
+/// As [`forward`], from the state `before` the first token, 0 if there is none; also the state after the last. States
+/// are `[batch, kv_heads, head_dim, head_dim]` in f32.
 pub fn forward_from(
     inputs: &[CudaTensor; INPUTS],
     ints: &[CudaTensor],

@@ -268,8 +268,8 @@ impl RescaledKvCache {
         self.tokens.firsts()
     }
 
-    /// Gives all heads all tokens that some head holds, with room for `new` more: those evicted with keys of 0 and the mean
-    /// value of their head, `[batch · kv_heads, head_dim]` in bf16.
+    /// Gives all heads all tokens that some head holds, with room for `new` more: those evicted with keys of 0 and the
+    /// mean value of their head, `[batch · kv_heads, head_dim]` in bf16.
     pub fn restore(&mut self, means: &CudaTensor, new: usize) {
         if let RescaledKv::Ragged(kv) = &self.tokens {
             self.tokens = RescaledKv::Even(kv.to_even(means, new));

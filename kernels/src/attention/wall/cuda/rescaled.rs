@@ -65,8 +65,8 @@ impl RescaledKv {
         }
     }
 
-    /// Drops the tokens of each kv head before position `until`, `[batch · kv_heads]`; returns the sums of their values,
-    /// `[batch · kv_heads, head_dim]`.
+    /// Drops the tokens of each kv head before position `until`, `[batch · kv_heads]`; returns the sums of their
+    /// values, `[batch · kv_heads, head_dim]`.
     pub fn evict(&mut self, query_heads: usize, until: &[usize]) -> Tensor<Cuda, 2> {
         match self {
             RescaledKv::Even([keys, values]) => {

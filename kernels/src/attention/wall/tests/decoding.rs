@@ -186,8 +186,8 @@ fn evicted_tokens_keep_their_weight() {
     assert!(share.iter().all(|&share| share > 0.8 && share < 0.9), "{share:?}");
 }
 
-/// Logits of the gates, `[BATCH, seq_len, kv_heads · head_dim]`: 1,000, an open gate, where `open` says so of a sequence,
-/// a channel and a token; else −1,000.
+/// Logits of the gates, `[BATCH, seq_len, kv_heads · head_dim]`: 1,000, an open gate, where `open` says so of a
+/// sequence, a channel and a token; else −1,000.
 fn logits(
     seq_len: usize,
     channels: usize,

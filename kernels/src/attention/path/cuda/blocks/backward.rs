@@ -1,58 +1,55 @@
-//! The backward pass over the blocks.
+//! The backward pass over the blocks, in the notation of `docs/path.md`.
 //!
-//! A thread block owns a block of one kv head: it sums over the heads of the group in order. Sums over heads are in
-//! scratch memory, a gradient for each version of a vector that queries meet: y and keys of tiles, and those moved
-//! to the ends of halves. After the last head, keys and y are taken from the end of the block to their tiles.
+//! The gradients of m, Y, k and w are sums over the heads of the group, in registers.
 
 use burn::tensor::bf16;
 use cubecl::prelude::*;
 
-use super::THREADS;
-use super::keys::finish_keys;
-use super::layout::{BLOCK, BlockConfig, TILE, TILES, scratch};
-use super::levels::{
-    HALF, corner, corners, first_visible, level_of_halves, level_of_tiles, load_block, load_decay,
-    odd, prepare, score, tile_level,
-};
+use super::forward::{add_rows, begin, begin_head};
+use super::layout::{BLOCK, BlockConfig};
 use super::memory::{
-    BlockInputs, BlockOf, BlockShape, HeadQuads, RowQuad, load_head, load_rows, rounds_of,
-    store_rows,
+    BlockInputs, BlockOf, BlockShape, HeadChunks, Numbers, dot, first_visible, has_column,
+    keep_lower, read_numbers, scale_rows, start_head, start_inverse, write_numbers,
 };
 use super::product::{
-    Place, Product, Quad, WarpTile, add_to_global, product_of, quad_of, quads_mut,
+    Product, WarpTile, add_product, finish_loads, product, read, start_load, start_product, sync,
+    write,
 };
-use super::queries::move_back;
+use crate::attention::flash::HeadPairs;
+use crate::tile::warpgroup::wait;
+use crate::tile::{ALIGN, Accumulator, CHUNK, Chunk, Pair, define_exp2, exp2, scale, zeros};
 
-/// The gradients that the pass starts from; N is the number of tokens rounded up to whole blocks.
+/// The gradients that the pass starts from; N is the number of tokens rounded up to whole blocks. Those of q, k and R
+/// are sums of two.
 #[derive(CubeType, CubeLaunch)]
 pub struct Upstream {
     /// dO, `[batch, heads, tokens, head_dim]`.
-    pub d_o: HeadQuads<bf16>,
+    pub d_o: HeadChunks,
     /// The log-sum-exps over all keys, base 2 and relative to the decay up to the block, `[batch, heads, tokens]`.
     pub lse: Array<f32>,
     /// δ = o · dO, `[batch, heads, tokens]`.
     pub delta: Array<f32>,
-    /// Of the moved queries, `[batch, N, heads, head_dim]`.
-    pub q: Array<Quad>,
-    /// Of the moved keys, `[batch, N, kv_heads, head_dim]`.
-    pub k: Array<Quad>,
-    /// Of v so far, `[batch, N, kv_heads, head_dim]`.
-    pub v: Array<Quad>,
-    /// Of R, `[batch, N/64, kv_heads, head_dim, head_dim]`.
-    pub r: Array<Quad>,
+    /// Of the moved queries, `[2, batch, N, heads, head_dim]`.
+    pub q: Array<Chunk>,
+    /// Of the moved keys, `[2, batch, N, kv_heads, head_dim]`.
+    pub k: Array<Chunk>,
+    /// Of v so far, `[batch, N, kv_heads, head_dim]`. With several heads of a group, the sum over heads is kept here.
+    pub v: Array<Pair>,
+    /// Of R, `[batch, N/64, kv_heads, 2, head_dim, head_dim]`.
+    pub r: Array<Chunk>,
 }
 
 /// The gradients that the pass writes.
 #[derive(CubeType, CubeLaunch)]
 pub struct BlockGradients {
     /// Of q, with the scale.
-    pub q: HeadQuads<bf16>,
+    pub q: HeadPairs<bf16>,
     /// Of k.
-    pub k: HeadQuads<bf16>,
+    pub k: HeadPairs<bf16>,
     /// Of v.
-    pub v: HeadQuads<bf16>,
+    pub v: HeadPairs<bf16>,
     /// Of w.
-    pub w: HeadQuads<f32>,
+    pub w: HeadPairs<f32>,
     /// Of β, `[batch, kv_heads, tokens]`.
     pub beta: Array<f32>,
     /// With a decay: Σ_j dS_ij is added, `[batch, heads, tokens]`.
@@ -61,251 +58,208 @@ pub struct BlockGradients {
     pub ds_columns: ComptimeOption<Array<f32>>,
 }
 
+/// The sums over heads.
+#[derive(CubeType)]
+struct Sums {
+    /// Of m.
+    m: Accumulator,
+    /// Of Y.
+    y: Accumulator,
+    /// Of k.
+    k: Accumulator,
+    /// Of w.
+    w: Accumulator,
+}
+
 /// The gradients of the blocks' inputs.
 ///
-/// - `memory`: `[thread blocks, scratch rows, head_dim]`
-/// - `number`: all blocks
-///
-/// Grid: as many thread blocks as the device runs at once, each with several blocks; [`THREADS`] threads.
-#[cube(launch_unchecked)]
+/// Grid: all blocks; [`THREADS`](super::THREADS) threads.
+#[cube(launch_unchecked, fast_math = FastMath::all())]
 pub fn backward(
     inputs: &BlockInputs,
-    upstream: &Upstream,
+    inverses: &Array<Chunk>,
+    upstream: &mut Upstream,
     gradients: &mut BlockGradients,
-    memory: &mut Array<Quad>,
     shape: BlockShape,
-    number: u32,
     #[comptime] config: BlockConfig,
 ) {
-    let mut arena =
-        SharedMemory::<f32>::new_aligned(comptime!(config.backward_elements()), 16usize);
+    define_exp2();
+    let chunks = comptime!(config.backward_chunks());
+    let mut arena = SharedMemory::<Chunk>::new_aligned(chunks, ALIGN);
+    let mut numbers = Numbers::new();
+    let of = BlockOf::own(&shape);
+    begin(&mut arena, &mut numbers, inputs, inverses, &of, config);
+    let square = comptime!(Product::ab(config.c(), config.m(), config.squares()));
+    let vectors = comptime!(vectors(config));
+    let mut sums = Sums {
+        m: zeros(comptime!(square.fragments())),
+        y: zeros(comptime!(vectors.fragments())),
+        k: zeros(comptime!(vectors.fragments())),
+        w: zeros(comptime!(vectors.fragments())),
+    };
     let group = (shape.heads / shape.kv_heads) as usize;
-    let mut own = CUBE_POS_X as usize;
-    while own < number as usize {
-        let of = BlockOf::new(own, &shape);
-        begin(&mut arena, inputs, upstream, memory, &of, &shape, config);
-        for member in 0..group {
-            let head = of.kv_head * group + member;
-            recompute(&mut arena, inputs, upstream, memory, &of, head, &shape, config);
-            weigh(&mut arena, inputs, upstream, memory, &of, head, &shape, config);
-            add_sums(&arena, gradients, &of, head, &shape, config);
-            move_back(&mut arena, inputs, upstream, memory, &of, head, &shape, config);
-            let d_q = comptime!(config.fifth());
-            store_head::<bf16>(&arena, &mut gradients.q, &of, head, shape.scale, d_q, config);
-            sync_cube();
-        }
-        finish_keys(&mut arena, inputs, upstream, gradients, memory, &of, &shape, config);
-        own += CUBE_COUNT_X as usize;
+    for member in 0..group {
+        let head = of.kv_head * group + member;
+        let last = member == group - 1;
+        sync();
+        weigh(
+            &mut arena,
+            &mut numbers,
+            inputs,
+            upstream,
+            gradients,
+            &of,
+            head,
+            last,
+            &shape,
+            config,
+        );
+        move_back(&mut arena, upstream, gradients, &mut sums, &of, head, &shape, config);
     }
+    scale(&mut sums.k, shape.scale);
+    scale(&mut sums.w, shape.scale);
+    sync();
+    transform_back(&mut arena, inverses, upstream, &mut sums, &of, &shape, config);
+    solve_back(&mut arena, &mut numbers, gradients, &mut sums, &of, &shape, config);
 }
 
-/// Writes a block's rows of one head, times `factor`.
-#[cube]
-pub fn store_head<E: Numeric>(
-    arena: &SharedMemory<f32>,
-    to: &mut HeadQuads<E>,
-    of: &BlockOf,
-    head: usize,
-    factor: f32,
-    #[comptime] from: Place,
-    #[comptime] config: BlockConfig,
-) {
-    let stride = to.strides.row as usize * 2;
-    let base = to.strides.base(of.batch, head) * 2 + of.first() * stride;
-    let d = config.head_dim;
-    store_rows::<E>(arena, &mut to.quads, base, stride, of.count, factor, from, BLOCK, d);
+/// A product whose result has the size of a block's vectors.
+const fn vectors(config: BlockConfig) -> Product {
+    Product::ab(config.c(), config.y(), config.over_tokens())
 }
 
-/// The quad of scratch memory at which the thread block's part begins.
-#[cube]
-pub fn scratch_base(#[comptime] config: BlockConfig) -> usize {
-    CUBE_POS_X as usize * comptime!(scratch::ROWS * config.head_dim / 4)
-}
-
-/// Tiles, keys of levels, and the sums over heads before the first.
-#[cube]
-fn begin(
-    arena: &mut SharedMemory<f32>,
-    inputs: &BlockInputs,
-    upstream: &Upstream,
-    memory: &mut Array<Quad>,
-    of: &BlockOf,
-    shape: &BlockShape,
-    #[comptime] config: BlockConfig,
-) {
-    let d = config.head_dim;
-    load_block(arena, inputs, of, config);
-    let dm = comptime!(config.dm().at);
-    for round in 0..comptime!((TILES * config.dm().next).div_ceil(THREADS)) {
-        let at = round * THREADS + UNIT_POS as usize;
-        if at < comptime!(TILES * config.dm().next) {
-            arena[dm + at] = 0f32;
-        }
-    }
-    sync_cube();
-    let (keys, x) = comptime!((config.fifth(), config.x()));
-    prepare(arena, keys, config);
-
-    let base = scratch_base(config);
-    spill(arena, memory, scratch::KEYS, keys, BLOCK, config);
-    spill(arena, memory, scratch::Y_LAST, comptime!(x.cell(HALF + TILE, 0)), TILE, config);
-    let zeroed = comptime!(scratch::D_V - scratch::D_Y);
-    for round in 0..comptime!(rounds_of(zeroed, d)) {
-        let own = RowQuad::of_round(round, zeroed, d);
-        if own.exists {
-            let at = comptime!(scratch::D_Y * d / 4) + own.row * comptime!(d / 4) + own.quad;
-            memory[base + at] = Quad::cast_from(0f32);
-        }
-    }
-    let kv_heads = shape.kv_heads as usize;
-    let from = of.padded_row(of.kv_head, kv_heads) * comptime!(d / 4);
-    for round in 0..comptime!(rounds_of(BLOCK, d)) {
-        let own = RowQuad::of_round(round, BLOCK, d);
-        if own.exists {
-            let at = comptime!(scratch::D_V * d / 4) + own.row * comptime!(d / 4) + own.quad;
-            let row = from + own.row * kv_heads * comptime!(d / 4);
-            memory[base + at] = upstream.v[row + own.quad];
-        }
-    }
-    sync_cube();
-}
-
-/// Writes rows of shared memory to scratch memory.
-#[cube]
-pub fn spill(
-    arena: &SharedMemory<f32>,
-    memory: &mut Array<Quad>,
-    #[comptime] first: usize,
-    #[comptime] from: Place,
-    #[comptime] rows: usize,
-    #[comptime] config: BlockConfig,
-) {
-    let d = config.head_dim;
-    let base = scratch_base(config) + comptime!(first * d / 4);
-    store_rows::<f32>(
-        arena,
-        memory,
-        base,
-        comptime!(d / 4).runtime(),
-        rows.runtime(),
-        1f32,
-        from,
-        rows,
-        d,
-    );
-}
-
-/// Reads rows of scratch memory.
-#[cube]
-pub fn fetch(
-    arena: &mut SharedMemory<f32>,
-    memory: &Array<Quad>,
-    #[comptime] first: usize,
-    #[comptime] to: Place,
-    #[comptime] rows: usize,
-    #[comptime] config: BlockConfig,
-) {
-    let d = config.head_dim;
-    let base = scratch_base(config) + comptime!(first * d / 4);
-    load_rows(arena, memory, base, comptime!(d / 4).runtime(), to, rows, d);
-}
-
-/// The scores of one head without decay, and −c of all levels. Queries before they move by a tile or a half go to
-/// scratch memory.
-#[cube]
-fn recompute(
-    arena: &mut SharedMemory<f32>,
-    inputs: &BlockInputs,
-    upstream: &Upstream,
-    memory: &mut Array<Quad>,
-    of: &BlockOf,
-    head: usize,
-    shape: &BlockShape,
-    #[comptime] config: BlockConfig,
-) {
-    let d = config.head_dim;
-    let (k, x, c) = comptime!((config.k(), config.x(), config.c()));
-    load_head::<bf16>(arena, &inputs.k, of, of.kv_head, 1f32, k, d);
-    load_head::<bf16>(arena, &inputs.q, of, head, shape.scale, x, d);
-    load_decay(arena, &inputs.visibility, of, head, shape, config);
-    let row = UNIT_POS as usize;
-    if row < BLOCK {
-        let mut lse = 0f32;
-        let mut delta = 0f32;
-        if row < of.count {
-            let at = of.token(head, shape.heads as usize, shape) + row;
-            lse = upstream.lse[at] * std::f32::consts::LN_2;
-            delta = upstream.delta[at];
-        }
-        arena[comptime!(config.lse()) + row] = lse;
-        arena[comptime!(config.delta()) + row] = delta;
-    }
-    sync_cube();
-    tile_level(arena, c, config);
-    fetch(arena, memory, scratch::KEYS, k, BLOCK, config);
-    spill(arena, memory, scratch::QUERIES_16, comptime!(odd(x)), HALF, config);
-    sync_cube();
-    level_of_tiles(arena, k, comptime!(corners(c)), config);
-    spill(arena, memory, scratch::QUERIES_32, comptime!(x.cell(HALF, 0)), HALF, config);
-    level_of_halves(arena, k, comptime!(corner(c)), config);
-}
-
-/// From the scores to their gradients; adds to the gradient of v.
+/// From the scores of one head to their gradients, which are written; the gradient of v. Leaves −c.
 #[cube]
 fn weigh(
-    arena: &mut SharedMemory<f32>,
+    arena: &mut SharedMemory<Chunk>,
+    numbers: &mut Numbers,
     inputs: &BlockInputs,
-    upstream: &Upstream,
-    memory: &mut Array<Quad>,
+    upstream: &mut Upstream,
+    gradients: &mut BlockGradients,
     of: &BlockOf,
     head: usize,
+    last: bool,
     shape: &BlockShape,
     #[comptime] config: BlockConfig,
 ) {
     let d = config.head_dim;
-    let (s, v, d_o) = comptime!((config.s(), config.k(), config.fifth()));
-    load_head::<bf16>(arena, &inputs.v, of, of.kv_head, 1f32, v, d);
-    load_head::<bf16>(arena, &upstream.d_o, of, head, 1f32, d_o, d);
-    let (row, part) = (UNIT_POS as usize / 4, UNIT_POS as usize % 4);
-    let first = first_visible(&inputs.visibility, of, row, shape, config);
-    let lse = arena[comptime!(config.lse()) + row];
-    #[unroll]
-    for i in 0..TILE {
-        let column = part + i * 4;
-        let visible = (column >= first) & (column <= row);
-        let weight = select(visible, Exp::exp(score(arena, row, column, config) - lse), 0f32);
-        arena[s.at + row * s.row + column] = weight;
+    let (d_o, v) = comptime!((config.d_o(), config.values_back()));
+    let weights = comptime!(config.dc());
+    let heads = shape.heads as usize;
+    start_head(arena, &inputs.q, of, head, comptime!(config.q()), config);
+    start_head(arena, &upstream.d_o, of, head, d_o, config);
+    start_head(arena, &inputs.v, of, of.kv_head, v, config);
+    numbers.load_decay(&inputs.visibility, of, head, shape, config);
+    let row = UNIT_POS as usize;
+    if row < BLOCK {
+        let at = of.token(head, heads, shape) + min(row, of.count - 1);
+        numbers.lse[row] = upstream.lse[at];
+        numbers.delta[row] = upstream.delta[at];
     }
-    sync_cube();
+    finish_loads();
+    let mut scores = begin_head(arena, shape, config);
+    let p = comptime!(Product::ab(config.c(), config.m(), config.squares()));
+    let tile = WarpTile::new(p);
+    add_product(arena, &mut scores, p);
 
-    let base = scratch_base(config);
-    let d_v = comptime!(config.scratch(scratch::D_V));
-    add_to_global(arena, memory, base, comptime!(Product::atb([s, d_o, d_v], [BLOCK, d, BLOCK])));
-    sync_cube();
-    let product = comptime!(Product::abt([d_o, v, s], [BLOCK, BLOCK, d]));
-    for round in 0..comptime!(product.rounds()) {
-        let tile = WarpTile::of_round(round, product);
-        let acc = product_of(arena, &tile, product);
+    // 1. Weights.
+    #[unroll]
+    for r in 0..2usize {
+        let row = tile.row(r);
+        let first = first_visible(&inputs.visibility, of, row, shape, config);
+        let lse = numbers.lse[row];
+        #[unroll]
+        for f in 0..scores.len() {
+            let fragment = scores.index_mut(f);
+            let value = fragment[r];
+            let mut weight = Pair::empty();
+            #[unroll]
+            for c in 0..2usize {
+                let column = tile.column(f) + c;
+                let visible = (column >= first) & (column <= row);
+                let score = numbers.score(value[c], column, config);
+                weight[c] = select(visible, exp2(score - lse), 0f32);
+            }
+            fragment[r] = weight;
+        }
+    }
+    write(arena, &scores, &tile, weights);
+
+    // 2. dS = P ⊙ (dO Vᵀ − δ).
+    let of_weights = comptime!(Product::abt(d_o, v, config.over_channels()));
+    let mut ds = product(arena, of_weights);
+    #[unroll]
+    for r in 0..2usize {
+        let delta = numbers.delta[tile.row(r)];
+        #[unroll]
+        for f in 0..scores.len() {
+            let weight = scores.index(f)[r];
+            let fragment = ds.index_mut(f);
+            fragment[r] = weight * (fragment[r] - Pair::cast_from(delta));
+        }
+    }
+    write(arena, &ds, &tile, comptime!(config.ds()));
+    put_sums(numbers, &ds, &tile, config);
+    sync();
+    add_sums(numbers, gradients, of, head, shape, config);
+
+    // 3. The gradient of v.
+    let p = comptime!(Product::atb(weights, d_o, config.over_tokens()));
+    let tile = WarpTile::new(p);
+    let kv_heads = shape.kv_heads as usize;
+    let base = of.padded_row(of.kv_head, kv_heads) * comptime!(d / 2);
+    let stride = kv_heads * comptime!(d / 2);
+    let mut acc = zeros(comptime!(p.fragments()));
+    read_numbers(&mut acc, &upstream.v, &tile, base, stride, config);
+    add_product(arena, &mut acc, p);
+    if last {
+        store::<bf16>(&mut gradients.v, &acc, &tile, of, of.kv_head, config);
+    } else {
+        write_numbers(&mut upstream.v, &acc, &tile, base, stride, config);
+    }
+    sync();
+}
+
+/// With a decay, writes the parts of the sums of dS over rows and columns.
+#[cube]
+fn put_sums(
+    numbers: &mut Numbers,
+    ds: &Accumulator,
+    tile: &WarpTile,
+    #[comptime] config: BlockConfig,
+) {
+    if comptime!(config.decay) {
         #[unroll]
         for r in 0..2usize {
-            let row = tile.row(r);
-            let delta = Quad::cast_from(arena[comptime!(config.delta()) + row]);
-            let mut quads = quads_mut(arena);
+            let mut sum = 0f32;
             #[unroll]
-            for q in 0..comptime!(product.quads()) {
-                let at = comptime!(s.at / 4) + row * comptime!(s.row / 4) + tile.quad(q, product);
-                let weight = quads[at];
-                quads[at] = weight * (quad_of(&acc, r, q, product) - delta);
+            for f in 0..ds.len() {
+                let value = ds.index(f)[r];
+                sum += value[0] + value[1];
+            }
+            numbers.put_row(sum, tile.row(r), tile, 0usize);
+        }
+        #[unroll]
+        for f in 0..ds.len() {
+            let both = ds.index(f)[0] + ds.index(f)[1];
+            #[unroll]
+            for c in 0..2usize {
+                let mut sum = both[c];
+                sum += plane_shuffle_xor(sum, 4);
+                sum += plane_shuffle_xor(sum, 8);
+                sum += plane_shuffle_xor(sum, 16);
+                if UNIT_POS_PLANE < 4 {
+                    numbers.of_columns[tile.down() * BLOCK + tile.column(f) + c] = sum;
+                }
             }
         }
     }
-    sync_cube();
 }
 
 /// With a decay, adds the sums of dS over rows and columns.
 #[cube]
 fn add_sums(
-    arena: &SharedMemory<f32>,
+    numbers: &Numbers,
     gradients: &mut BlockGradients,
     of: &BlockOf,
     head: usize,
@@ -313,23 +267,277 @@ fn add_sums(
     #[comptime] config: BlockConfig,
 ) {
     if comptime!(config.decay) {
-        let s = comptime!(config.s());
         let line = UNIT_POS as usize % BLOCK;
         if line < of.count {
             let at = of.token(head, shape.heads as usize, shape) + line;
-            let mut sum = 0f32;
             if (UNIT_POS as usize) < BLOCK {
-                for column in 0..BLOCK {
-                    sum += arena[s.at + line * s.row + column];
-                }
                 let rows = gradients.ds_rows.as_mut().unwrap();
-                rows[at] += sum;
+                rows[at] += numbers.row(line, 0usize);
             } else if (UNIT_POS as usize) < comptime!(2 * BLOCK) {
-                for row in 0..BLOCK {
-                    sum += arena[s.at + row * s.row + line];
+                let mut sum = 0f32;
+                #[unroll]
+                for part in 0..4usize {
+                    sum += numbers.of_columns[part * BLOCK + line];
                 }
                 let columns = gradients.ds_columns.as_mut().unwrap();
                 columns[at] += sum;
+            }
+        }
+    }
+}
+
+/// From dS and the gradient of the moved queries of one head to that of q; adds to the sums.
+#[cube]
+fn move_back(
+    arena: &mut SharedMemory<Chunk>,
+    upstream: &Upstream,
+    gradients: &mut BlockGradients,
+    sums: &mut Sums,
+    of: &BlockOf,
+    head: usize,
+    shape: &BlockShape,
+    #[comptime] config: BlockConfig,
+) {
+    let (w, k, y, m) = comptime!((config.w(), config.k(), config.y(), config.m()));
+    let (q, c, x) = comptime!((config.q(), config.c(), config.x()));
+    let (ds, dc) = comptime!((config.ds(), config.dc()));
+    let heads = shape.heads as usize;
+    start_moved(arena, &upstream.q, of, head, heads, shape, config);
+    finish_loads();
+
+    // 1. dc = −(dS mᵀ + dq̃ Yᵀ); m, Y and k.
+    let (squares, over_tokens) = comptime!((config.squares(), config.over_tokens()));
+    let p = comptime!(Product::abt(ds, m, squares));
+    let of_m = comptime!(Product::atb(c, ds, squares));
+    let of_y = comptime!(Product::atb(c, x, over_tokens));
+    let of_k = comptime!(Product::atb(ds, q, over_tokens));
+    let mut acc = zeros(comptime!(p.fragments()));
+    start_product(arena, &mut acc, p);
+    start_product(arena, &mut acc, comptime!(Product::abt(x, y, config.over_channels())));
+    start_product(arena, &mut sums.m, of_m);
+    start_product(arena, &mut sums.y, of_y);
+    start_product(arena, &mut sums.k, of_k);
+    wait(&mut acc, comptime!(of_m.terms() + of_y.terms() + of_k.terms()));
+    let square = WarpTile::new(p);
+    scale(&mut acc, -1f32);
+    keep_lower(&mut acc, &square, true);
+    write(arena, &acc, &square, dc);
+    wait(&mut sums.m, 0usize);
+    wait(&mut sums.y, 0usize);
+    wait(&mut sums.k, 0usize);
+    sync();
+
+    // 2. dq = dS K + dc W + dq̃, and w.
+    let p = comptime!(Product::ab(ds, k, over_tokens));
+    let of_w = comptime!(Product::atb(dc, q, over_tokens));
+    let mut acc = zeros(comptime!(p.fragments()));
+    start_product(arena, &mut acc, p);
+    start_product(arena, &mut acc, comptime!(Product::ab(dc, w, over_tokens)));
+    start_product(arena, &mut sums.w, of_w);
+    wait(&mut acc, comptime!(of_w.terms()));
+    let tile = WarpTile::new(p);
+    add_rows(arena, &mut acc, &tile, 1f32, x);
+    scale(&mut acc, shape.scale);
+    store::<bf16>(&mut gradients.q, &acc, &tile, of, head, config);
+    wait(&mut sums.w, 0usize);
+}
+
+/// Starts to read the gradients of a head's moved vectors, of which there are `heads`.
+#[cube]
+fn start_moved(
+    arena: &mut SharedMemory<Chunk>,
+    source: &Array<Chunk>,
+    of: &BlockOf,
+    head: usize,
+    heads: usize,
+    shape: &BlockShape,
+    #[comptime] config: BlockConfig,
+) {
+    let d = config.head_dim;
+    let (x, chunks) = comptime!((config.x(), d / CHUNK));
+    let low = comptime!(x.low.expect("the sum of two matrices"));
+    let base = of.padded_row(head, heads) * chunks;
+    let (stride, rows) = (heads * chunks, BLOCK.runtime());
+    let group = heads / shape.kv_heads as usize;
+    let to_low = CUBE_COUNT_X as usize * group * comptime!(BLOCK * chunks);
+    let columns = comptime!(config.columns());
+    start_load(arena, source, base, stride, rows, d, comptime!(x.high), columns);
+    start_load(arena, source, base + to_low, stride, rows, d, low, columns);
+}
+
+/// The gradients of the moved keys and of R: adds to those of m, Y and w. Then the first two are in shared memory, and
+/// G is in the place of c.
+#[cube]
+fn transform_back(
+    arena: &mut SharedMemory<Chunk>,
+    inverses: &Array<Chunk>,
+    upstream: &Upstream,
+    sums: &mut Sums,
+    of: &BlockOf,
+    shape: &BlockShape,
+    #[comptime] config: BlockConfig,
+) {
+    let d = config.head_dim;
+    let (w, y, m, x) = comptime!((config.w(), config.y(), config.m(), config.x()));
+
+    // 1. dY += W dRᵀ and dW += Y dR, of dR rounded, and of the rest.
+    #[unroll]
+    for part in 0..2usize {
+        let rest = comptime!(part == 1);
+        let (stride, rows) = (comptime!(d / CHUNK).runtime(), d.runtime());
+        let base = (of.transform(shape) * 2 + part) * comptime!(d * d / CHUNK);
+        let (d_r, columns) = comptime!((config.d_r(), config.columns()));
+        start_load(arena, &upstream.r, base, stride, rows, d, comptime!(d_r.high), columns);
+        finish_loads();
+        let of_w = comptime!(if rest { w.rounded() } else { w });
+        let of_y = comptime!(if rest { y.rounded() } else { y });
+        let size = comptime!(config.of_transform());
+        start_product(arena, &mut sums.y, comptime!(Product::abt(of_w, d_r, size)));
+        start_product(arena, &mut sums.w, comptime!(Product::ab(of_y, d_r, size)));
+        wait(&mut sums.y, 0usize);
+        wait(&mut sums.w, 0usize);
+        sync();
+    }
+
+    // 2. dK += dk̃, dm −= W dk̃ᵀ and dW −= m dk̃.
+    start_moved(arena, &upstream.k, of, of.kv_head, shape.kv_heads as usize, shape, config);
+    start_inverse(arena, inverses, comptime!(config.c()));
+    scale(&mut sums.m, -1f32);
+    scale(&mut sums.w, -1f32);
+    finish_loads();
+    let of_m = comptime!(Product::abt(w, x, config.over_channels()));
+    let of_w = comptime!(Product::ab(m, x, config.over_tokens()));
+    let tile = WarpTile::new(of_w);
+    start_product(arena, &mut sums.m, of_m);
+    start_product(arena, &mut sums.w, of_w);
+    add_rows(arena, &mut sums.k, &tile, 1f32, x);
+    wait(&mut sums.m, 0usize);
+    wait(&mut sums.w, 0usize);
+    scale(&mut sums.m, -1f32);
+    scale(&mut sums.w, -1f32);
+    sync();
+    write(arena, &sums.m, &WarpTile::new(of_m), comptime!(config.ds()));
+    write(arena, &sums.y, &tile, x);
+    sync();
+}
+
+/// Through m = G diag(β) B and Y = G diag(β) W: the gradients of k, w and β.
+#[cube]
+fn solve_back(
+    arena: &mut SharedMemory<Chunk>,
+    numbers: &mut Numbers,
+    gradients: &mut BlockGradients,
+    sums: &mut Sums,
+    of: &BlockOf,
+    shape: &BlockShape,
+    #[comptime] config: BlockConfig,
+) {
+    let (w, k, y, m) = comptime!((config.w(), config.k(), config.y(), config.m()));
+    let (c, x, ds, dc) = comptime!((config.c(), config.x(), config.ds(), config.dc()));
+
+    // 1. Gᵀ dm and Gᵀ dY.
+    let p = comptime!(Product::atb(c, ds, config.squares()));
+    let vectors = comptime!(Product::atb(c, x, config.over_tokens()));
+    let along = comptime!(Product::abt(w, k, config.over_channels()));
+    let (square, tile) = (WarpTile::new(p), WarpTile::new(vectors));
+    let mut of_m = zeros(comptime!(p.fragments()));
+    let mut of_y = zeros(comptime!(vectors.fragments()));
+    let mut acc = zeros(comptime!(along.fragments()));
+    start_product(arena, &mut of_m, p);
+    start_product(arena, &mut of_y, vectors);
+    start_product(arena, &mut acc, along);
+    wait(&mut of_m, 0usize);
+    wait(&mut of_y, 0usize);
+    wait(&mut acc, 0usize);
+    keep_lower(&mut of_m, &square, false);
+    #[unroll]
+    for r in 0..2usize {
+        numbers.put_row(dot(&of_m, &acc, r), square.row(r), &square, 0usize);
+        let mut sum = 0f32;
+        #[unroll]
+        for f in 0..of_y.len() {
+            let product = of_y.index(f)[r] * read(arena, tile.row(r), tile.column(f), w);
+            sum += product[0] + product[1];
+        }
+        numbers.put_row(sum, tile.row(r), &tile, 1usize);
+    }
+    sync();
+    let line = UNIT_POS as usize % BLOCK;
+    let mut d_beta = numbers.row(line, 0usize) + numbers.row(line, 1usize);
+
+    // 2. Of the right-hand sides D B and D W, then of A: −D F.
+    write(arena, &of_m, &square, ds);
+    scale_rows(&mut of_m, &numbers.beta, &square);
+    write(arena, &of_m, &square, c);
+    write(arena, &of_y, &tile, x);
+    #[unroll]
+    for r in 0..2usize {
+        let beta = numbers.beta[tile.row(r)];
+        #[unroll]
+        for f in 0..of_y.len() {
+            let value = of_y.index(f)[r];
+            let fragment = sums.w.index_mut(f);
+            fragment[r] += value * Pair::cast_from(beta);
+        }
+    }
+    sync();
+    let of_directions = comptime!(Product::abt(w, w, config.over_channels()));
+    let mut of_a = zeros(comptime!(p.fragments()));
+    let mut acc = zeros(comptime!(of_directions.fragments()));
+    start_product(arena, &mut of_a, comptime!(Product::abt(ds, m, config.squares())));
+    start_product(arena, &mut of_a, comptime!(Product::abt(x, y, config.over_channels())));
+    start_product(arena, &mut acc, of_directions);
+    wait(&mut of_a, 0usize);
+    wait(&mut acc, 0usize);
+    keep_lower(&mut of_a, &square, false);
+    #[unroll]
+    for r in 0..2usize {
+        numbers.put_row(dot(&of_a, &acc, r), square.row(r), &square, 0usize);
+    }
+    scale_rows(&mut of_a, &numbers.beta, &square);
+    scale(&mut of_a, -1f32);
+    write(arena, &of_a, &square, dc);
+    sync();
+    d_beta -= numbers.row(line, 0usize);
+    if (UNIT_POS as usize) < of.count {
+        let at = of.token(of.kv_head, shape.kv_heads as usize, shape);
+        gradients.beta[at + line] = d_beta;
+    }
+
+    // 3. Of w and k.
+    let size = comptime!(config.over_tokens());
+    start_product(arena, &mut sums.w, comptime!(Product::ab(dc, w, size)));
+    start_product(arena, &mut sums.w, comptime!(Product::atb(dc, w, size)));
+    start_product(arena, &mut sums.w, comptime!(Product::ab(c, k, size)));
+    start_product(arena, &mut sums.k, comptime!(Product::atb(c, w, size)));
+    wait(&mut sums.w, 0usize);
+    wait(&mut sums.k, 0usize);
+    store::<f32>(&mut gradients.w, &sums.w, &tile, of, of.kv_head, config);
+    store::<bf16>(&mut gradients.k, &sums.k, &tile, of, of.kv_head, config);
+}
+
+/// Writes the rows of the block's tokens.
+#[cube]
+fn store<E: Numeric>(
+    to: &mut HeadPairs<E>,
+    acc: &Accumulator,
+    tile: &WarpTile,
+    of: &BlockOf,
+    head: usize,
+    #[comptime] config: BlockConfig,
+) {
+    let (base, stride) = of.rows(head, &to.strides);
+    #[unroll]
+    for r in 0..2usize {
+        let row = tile.row(r);
+        if row < of.count {
+            let at = (base + row * stride) * comptime!(CHUNK / 2);
+            #[unroll]
+            for f in 0..acc.len() {
+                let column = tile.column(f);
+                if has_column(column, config) {
+                    to.pairs[at + column / 2] = Vector::cast_from(acc.index(f)[r]);
+                }
             }
         }
     }

@@ -1,219 +1,330 @@
-//! The forward pass over the blocks.
+//! The forward pass over the blocks, in the notation of `docs/path.md`.
 
-use burn::tensor::bf16;
 use cubecl::prelude::*;
 
-use super::THREADS;
-use super::layout::{BLOCK, BlockConfig, KEYS_16, TILE, blocks_per_multiprocessor};
-use super::levels::{
-    HALF, among_halves, corner, first_visible, key_moves, level_of_halves, level_of_tiles,
-    load_block, load_decay, prepare, score, tile_level,
+use super::layout::{BLOCK, BlockConfig, Operand, two_fit};
+use super::memory::{
+    BlockInputs, BlockOf, BlockShape, Numbers, first_visible, has_column, keep_lower,
+    load_directions, scale_rows, start_head, start_inverse, write_numbers,
 };
-use super::memory::{BlockInputs, BlockOf, BlockShape, copy_rows, load_head, store_rows};
-use super::product::{Product, Quad, WarpTile, multiply, product_of, quad_of};
+use super::product::{
+    Product, WarpTile, add_product, finish_loads, product, read, start_product, sync, write,
+};
+use crate::tile::matrix::pair;
+use crate::tile::product::THREADS;
 use crate::tile::roles::two_blocks_per_multiprocessor;
-use crate::tile::{LOG2_E, MASKED, sum_of_four};
+use crate::tile::warpgroup::wait;
+use crate::tile::{
+    ALIGN, Accumulator, Bf16Pair, Chunk, MASKED, Pair, define_exp2, exp2, log2, scale, zeros,
+};
 
-/// What the pass writes; N is the number of tokens rounded up to whole blocks. Rows past the last token are 0
-/// in the moved vectors.
+/// The moved vectors and the transforms; N is the number of tokens rounded up to whole blocks. Rows past the last token
+/// are 0.
 #[derive(CubeType, CubeLaunch)]
-pub struct BlockOutputs {
+pub struct MovedOutputs {
     /// The queries times the scale, moved to the starts of their blocks, `[batch, N, heads, head_dim]`.
-    pub q: Array<Quad>,
+    pub q: Array<Pair>,
     /// The keys moved to the ends of their blocks, `[batch, N, kv_heads, head_dim]`.
-    pub k: Array<Quad>,
-    /// R, `[batch, N/64, kv_heads, head_dim, head_dim]`.
-    pub r: Array<Quad>,
-    /// The output over the keys of the query's own block, `[batch, tokens, heads, head_dim]`.
-    pub o: Array<Quad>,
-    /// The log-sum-exp of their scores, base 2 and relative to the decay up to the block, `[batch, heads, tokens]`.
+    pub k: Array<Pair>,
+    /// R, as the sum of two, `[batch, N/64, kv_heads, 2, head_dim, head_dim]`.
+    pub r: Array<Bf16Pair>,
+}
+
+/// Attention over the keys of the query's own block.
+#[derive(CubeType, CubeLaunch)]
+pub struct OwnOutputs {
+    /// `[batch, tokens, heads, head_dim]`
+    pub o: Array<Pair>,
+    /// The log-sum-exp of the scores, base 2 and relative to the decay up to the block, `[batch, heads, tokens]`.
     pub lse: Array<f32>,
 }
 
-/// Moved queries and keys, the transforms, and attention inside the blocks.
+/// Moved queries and keys, the transforms, and, with `own`, attention inside the blocks.
 ///
-/// Grid: blocks · kv_heads · batch; [`THREADS`] threads.
-#[cube(launch_unchecked)]
+/// Grid: all blocks; [`THREADS`](super::THREADS) threads.
+#[cube(launch_unchecked, fast_math = FastMath::all())]
 pub fn forward(
     inputs: &BlockInputs,
-    outputs: &mut BlockOutputs,
+    inverses: &Array<Chunk>,
+    moved: &mut MovedOutputs,
+    own: &mut ComptimeOption<OwnOutputs>,
     shape: BlockShape,
     #[comptime] config: BlockConfig,
 ) {
-    if comptime!(blocks_per_multiprocessor(config.forward_elements()) > 1) {
+    if comptime!(two_fit(config.forward_chunks())) {
         two_blocks_per_multiprocessor(comptime!("forward".to_string()), THREADS);
     }
-    let mut arena = SharedMemory::<f32>::new_aligned(comptime!(config.forward_elements()), 16usize);
-    let of = BlockOf::new(CUBE_POS_X as usize, &shape);
-    load_block(&mut arena, inputs, &of, config);
-    sync_cube();
-    prepare(&mut arena, comptime!(config.fifth()), config);
-    move_keys(&mut arena, outputs, &of, &shape, config);
-    let group = (shape.heads / shape.kv_heads) as usize;
+    define_exp2();
+    let d = config.head_dim;
+    let mut arena = SharedMemory::<Chunk>::new_aligned(comptime!(config.forward_chunks()), ALIGN);
+    let mut numbers = Numbers::new();
+    let of = BlockOf::own(&shape);
+    begin(&mut arena, &mut numbers, inputs, inverses, &of, config);
+
+    // 1. R = Yᵀ W.
+    let (w, k, y, m) = comptime!((config.w(), config.k(), config.y(), config.m()));
+    let p = comptime!(Product::atb(y, w, config.giving_transform()));
+    let acc = product(&arena, p);
+    write_transform(&mut moved.r, &acc, &WarpTile::new(p), of.transform(&shape), config);
+
+    // 2. The keys, K − mᵀ W.
+    let p = comptime!(Product::atb(m, w, config.over_tokens()));
+    let tile = WarpTile::new(p);
+    let mut acc = product(&arena, p);
+    scale(&mut acc, -1f32);
+    add_rows(&arena, &mut acc, &tile, 1f32, k);
+    let kv_heads = shape.kv_heads as usize;
+    let base = of.padded_row(of.kv_head, kv_heads) * comptime!(d / 2);
+    write_numbers(&mut moved.k, &acc, &tile, base, kv_heads * comptime!(d / 2), config);
+
+    // 3. The queries, and what they see.
+    let heads = shape.heads as usize;
+    let group = heads / shape.kv_heads as usize;
     for member in 0..group {
         let head = of.kv_head * group + member;
-        attend(&mut arena, inputs, outputs, &of, head, &shape, config);
+        sync();
+        start_head(&mut arena, &inputs.q, &of, head, comptime!(config.q()), config);
+        if comptime!(own.is_some()) {
+            start_head(&mut arena, &inputs.v, &of, of.kv_head, comptime!(config.v()), config);
+            numbers.load_decay(&inputs.visibility, &of, head, &shape, config);
+        }
+        finish_loads();
+        let c = comptime!(config.c());
+        let mut scores = begin_head(&mut arena, &shape, config);
+        let p = comptime!(Product::ab(c, y, config.over_tokens()));
+        let tile = WarpTile::new(p);
+        let mut acc = product(&arena, p);
+        add_rows(&arena, &mut acc, &tile, shape.scale, comptime!(config.q()));
+        let base = of.padded_row(head, heads) * comptime!(d / 2);
+        write_numbers(&mut moved.q, &acc, &tile, base, heads * comptime!(d / 2), config);
+        if comptime!(own.is_some()) {
+            let outputs = own.as_mut().unwrap();
+            add_product(&arena, &mut scores, comptime!(Product::ab(c, m, config.squares())));
+            attend(
+                &mut arena,
+                &mut numbers,
+                inputs,
+                outputs,
+                &of,
+                head,
+                &mut scores,
+                &shape,
+                config,
+            );
+        }
     }
 }
 
-/// R, and the keys moved to the end of the block.
+/// Reads w, k, β and G; computes Y = G diag(β) W and m = G diag(β) B, B = W Kᵀ below the diagonal.
 #[cube]
-fn move_keys(
-    arena: &mut SharedMemory<f32>,
-    outputs: &mut BlockOutputs,
+pub fn begin(
+    arena: &mut SharedMemory<Chunk>,
+    numbers: &mut Numbers,
+    inputs: &BlockInputs,
+    inverses: &Array<Chunk>,
     of: &BlockOf,
+    #[comptime] config: BlockConfig,
+) {
+    let (w, k, y, m) = comptime!((config.w(), config.k(), config.y(), config.m()));
+    let g = comptime!(config.c());
+    start_head(arena, &inputs.k, of, of.kv_head, k, config);
+    start_inverse(arena, inverses, g);
+    load_directions(arena, inputs, of, true, config);
+    numbers.load_beta(inputs, of);
+    finish_loads();
+    let p = comptime!(Product::abt(w, k, config.over_channels()));
+    let square = WarpTile::new(p);
+    let mut acc = product(arena, p);
+    scale_rows(&mut acc, &numbers.beta, &square);
+    keep_lower(&mut acc, &square, false);
+    write(arena, &acc, &square, m);
+    sync();
+
+    let of_m = comptime!(Product::ab(g, m, config.squares()));
+    let of_y = comptime!(Product::ab(g, y, config.over_tokens()));
+    let mut acc = zeros(comptime!(of_m.fragments()));
+    let mut acc_y = zeros(comptime!(of_y.fragments()));
+    start_product(arena, &mut acc, of_m);
+    start_product(arena, &mut acc_y, of_y);
+    wait(&mut acc, 0usize);
+    wait(&mut acc_y, 0usize);
+    sync();
+    write(arena, &acc, &square, m);
+    write(arena, &acc_y, &WarpTile::new(of_y), y);
+    sync();
+}
+
+/// Writes −c = −Q Wᵀ up to the diagonal, with the scale, and returns the scores Q Kᵀ. Synchronises before it returns.
+#[cube]
+pub fn begin_head(
+    arena: &mut SharedMemory<Chunk>,
     shape: &BlockShape,
+    #[comptime] config: BlockConfig,
+) -> Accumulator {
+    let q = comptime!(config.q());
+    let p = comptime!(Product::abt(q, config.w(), config.over_channels()));
+    let of_scores = comptime!(Product::abt(q, config.k(), config.over_channels()));
+    let mut along = zeros(comptime!(p.fragments()));
+    let mut scores = zeros(comptime!(p.fragments()));
+    start_product(arena, &mut along, p);
+    start_product(arena, &mut scores, of_scores);
+    wait(&mut along, 0usize);
+    wait(&mut scores, 0usize);
+    let tile = WarpTile::new(p);
+    scale(&mut along, -shape.scale);
+    keep_lower(&mut along, &tile, true);
+    write(arena, &along, &tile, comptime!(config.c()));
+    scale(&mut scores, shape.scale);
+    sync();
+    scores
+}
+
+/// Writes a transform, number `number`, as the sum of two matrices.
+#[cube]
+fn write_transform(
+    to: &mut Array<Bf16Pair>,
+    acc: &Accumulator,
+    tile: &WarpTile,
+    number: usize,
     #[comptime] config: BlockConfig,
 ) {
     let d = config.head_dim;
-    let (w, k, x, keys) = comptime!((config.w(), config.k(), config.x(), config.fifth()));
-    let s = comptime!(config.s());
-    let (first, last) = comptime!((x, x.cell(HALF, 0)));
-
-    // 1. y of the second half, moved to the start of the block.
-    let sizes = comptime!(among_halves(d));
-    let of_keys = comptime!(s);
-    multiply(arena, comptime!(Product::abt([keys, last, of_keys], sizes).negative()));
-    // Beside the moves of `prepare`, of which only the second is still needed.
-    let of_y = comptime!(corner(s));
-    let of_third = comptime!(key_moves(config).cell(HALF, 0));
-    multiply(arena, comptime!(Product::abt([last, w, of_y], sizes).negative()));
-    sync_cube();
-    multiply(arena, comptime!(Product::ab([of_y, first, last], [HALF, d, HALF]).added()));
-    sync_cube();
-
-    // 2. R = Yᵀ W.
-    let r = comptime!(Product::atb([x, w, x], [d, d, BLOCK]));
-    let base = of.transform(shape) * comptime!(d * d / 4);
-    for round in 0..comptime!(r.rounds()) {
-        let tile = WarpTile::of_round(round, r);
-        if tile.exists {
-            let acc = product_of(arena, &tile, r);
+    #[unroll]
+    for r in 0..2usize {
+        let row = tile.row(r);
+        if row < d {
             #[unroll]
-            for row in 0..2usize {
-                let at = base + tile.row(row) * comptime!(d / 4);
-                #[unroll]
-                for q in 0..comptime!(r.quads()) {
-                    outputs.r[at + tile.quad(q, r)] = quad_of(&acc, row, q, r);
+            for f in 0..acc.len() {
+                let column = tile.column(f);
+                if has_column(column, config) {
+                    let value = acc.index(f)[r];
+                    let nearest = Bf16Pair::cast_from(value);
+                    let at = number * comptime!(d * d) + row * comptime!(d / 2) + column / 2;
+                    to[at] = nearest;
+                    to[at + comptime!(d * d / 2)] =
+                        Bf16Pair::cast_from(value - Pair::cast_from(nearest));
                 }
             }
         }
     }
-    sync_cube();
-
-    // 3. The keys, from the ends of their tiles or halves.
-    copy_rows(arena, keys, x, HALF, d);
-    let (third, fourth) = comptime!((x.cell(HALF, 0), x.cell(HALF + TILE, 0)));
-    copy_rows(arena, comptime!(keys.cell(KEYS_16 + TILE, 0)), third, TILE, d);
-    copy_rows(arena, comptime!(k.cell(HALF + TILE, 0)), fourth, TILE, d);
-    sync_cube();
-    let w_last = comptime!(w.cell(HALF, 0));
-    let w_fourth = comptime!(w.cell(HALF + TILE, 0));
-    multiply(arena, comptime!(Product::ab([of_keys, w_last, first], [HALF, d, HALF]).added()));
-    let rows = comptime!([TILE, d, TILE]);
-    multiply(arena, comptime!(Product::ab([of_third, w_fourth, third], rows).added()));
-    let m = comptime!(config.m().cell(HALF + TILE, 0));
-    multiply(arena, comptime!(Product::atb([m, w_fourth, fourth], rows).negative().added()));
-    sync_cube();
-    let kv_heads = shape.kv_heads as usize;
-    let base = of.padded_row(of.kv_head, kv_heads) * comptime!(d / 4);
-    let (stride, all) = (kv_heads * comptime!(d / 4), BLOCK.runtime());
-    store_rows::<f32>(arena, &mut outputs.k, base, stride, all, 1f32, x, BLOCK, d);
-    sync_cube();
 }
 
-/// The moved queries of one head, and its attention inside the block.
+/// Adds a factor times rows in shared memory.
+#[cube]
+pub fn add_rows(
+    arena: &SharedMemory<Chunk>,
+    acc: &mut Accumulator,
+    tile: &WarpTile,
+    factor: f32,
+    #[comptime] from: Operand,
+) {
+    #[unroll]
+    for r in 0..2usize {
+        #[unroll]
+        for f in 0..acc.len() {
+            let value = read(arena, tile.row(r), tile.column(f), from);
+            let fragment = acc.index_mut(f);
+            fragment[r] += value * Pair::cast_from(factor);
+        }
+    }
+}
+
+/// Softmax of the scores, and the sum of the values. The queries' c has been read by all threads that have passed the
+/// first barrier.
 #[cube]
 fn attend(
-    arena: &mut SharedMemory<f32>,
+    arena: &mut SharedMemory<Chunk>,
+    numbers: &mut Numbers,
     inputs: &BlockInputs,
-    outputs: &mut BlockOutputs,
+    outputs: &mut OwnOutputs,
     of: &BlockOf,
     head: usize,
+    scores: &mut Accumulator,
     shape: &BlockShape,
     #[comptime] config: BlockConfig,
 ) {
     let d = config.head_dim;
-    let (x, s, keys) = comptime!((config.x(), config.s(), config.fifth()));
-    let heads = shape.heads as usize;
-    load_head::<bf16>(arena, &inputs.q, of, head, shape.scale, x, d);
-    load_decay(arena, &inputs.visibility, of, head, shape, config);
-    sync_cube();
-    // −c has its place where no score is yet: first on the other diagonal, then above the first.
-    tile_level(arena, comptime!(s.cell(0, BLOCK - TILE).step(TILE, 0).back(TILE)), config);
-    level_of_tiles(arena, keys, comptime!(s.cell(0, HALF).step(TILE, TILE)), config);
-    level_of_halves(arena, keys, comptime!(s.cell(0, HALF)), config);
-    let base = of.padded_row(head, heads) * comptime!(d / 4);
-    let (stride, all) = (heads * comptime!(d / 4), BLOCK.runtime());
-    store_rows::<f32>(arena, &mut outputs.q, base, stride, all, 1f32, x, BLOCK, d);
-    sync_cube();
+    let p = comptime!(Product::ab(config.c(), config.m(), config.squares()));
+    let tile = WarpTile::new(p);
 
-    load_head::<bf16>(arena, &inputs.v, of, of.kv_head, 1f32, x, d);
-    weigh(arena, inputs, outputs, of, head, shape, config);
-    sync_cube();
-    let product = comptime!(Product::ab([s, x, x], [BLOCK, d, BLOCK]));
-    let base = (of.batch * shape.tokens as usize + of.first()) * heads + head;
-    for round in 0..comptime!(product.rounds()) {
-        let tile = WarpTile::of_round(round, product);
-        if tile.exists {
-            let acc = product_of(arena, &tile, product);
+    // 1. The largest of each row.
+    #[unroll]
+    for r in 0..2usize {
+        let row = tile.row(r);
+        let first = first_visible(&inputs.visibility, of, row, shape, config);
+        let mut largest = f32::cast_from(MASKED);
+        #[unroll]
+        for f in 0..comptime!(p.fragments()) {
+            let fragment = scores.index_mut(f);
+            let value = fragment[r];
+            let mut masked = Pair::empty();
             #[unroll]
-            for r in 0..2usize {
-                let row = tile.row(r);
-                if row < of.count {
-                    let at = (base + row * heads) * comptime!(d / 4);
-                    #[unroll]
-                    for q in 0..comptime!(product.quads()) {
-                        outputs.o[at + tile.quad(q, product)] = quad_of(&acc, r, q, product);
-                    }
-                }
+            for c in 0..2usize {
+                let column = tile.column(f) + c;
+                let visible = (column >= first) & (column <= row);
+                let score = numbers.score(value[c], column, config);
+                masked[c] = select(visible, score, MASKED);
+                largest = max(largest, masked[c]);
             }
+            fragment[r] = masked;
+        }
+        largest = max(largest, plane_shuffle_xor(largest, 1));
+        largest = max(largest, plane_shuffle_xor(largest, 2));
+        if UNIT_POS % 4 == 0 {
+            numbers.of_rows[tile.group * BLOCK + row] = largest;
         }
     }
     sync_cube();
-}
 
-/// Turns the scores into weights; 0 where a query does not see a key. Four threads share a row.
-#[cube]
-fn weigh(
-    arena: &mut SharedMemory<f32>,
-    inputs: &BlockInputs,
-    outputs: &mut BlockOutputs,
-    of: &BlockOf,
-    head: usize,
-    shape: &BlockShape,
-    #[comptime] config: BlockConfig,
-) {
-    let s = comptime!(config.s());
-    let (row, part) = (UNIT_POS as usize / 4, UNIT_POS as usize % 4);
-    let first = first_visible(&inputs.visibility, of, row, shape, config);
-    let mut scores = Array::<f32>::new(TILE);
-    let mut largest = f32::cast_from(MASKED);
+    // 2. Weights relative to it. A row without a visible key, past the last token, has none.
+    let mut of_rows = Array::<f32>::new(2usize);
     #[unroll]
-    for i in 0..TILE {
-        let column = part + i * 4;
-        let visible = (column >= first) & (column <= row);
-        scores[i] = select(visible, score(arena, row, column, config), MASKED);
-        largest = max(largest, scores[i]);
+    for r in 0..2usize {
+        let row = tile.row(r);
+        let largest = max(numbers.of_rows[row], numbers.of_rows[BLOCK + row]);
+        of_rows[r] = largest;
+        let reference = select(row < of.count, largest, 0f32);
+        let mut sum = 0f32;
+        #[unroll]
+        for f in 0..comptime!(p.fragments()) {
+            let fragment = scores.index_mut(f);
+            let value = fragment[r];
+            let weights = pair(exp2(value[0] - reference), exp2(value[1] - reference));
+            sum += weights[0] + weights[1];
+            fragment[r] = weights;
+        }
+        numbers.put_row(sum, row, &tile, 1usize);
     }
-    largest = max(largest, plane_shuffle_xor(largest, 1));
-    largest = max(largest, plane_shuffle_xor(largest, 2));
-    let mut sum = 0f32;
+    write(arena, scores, &tile, comptime!(config.c()));
+    sync();
+
+    // 3. Outputs.
+    let of_values = comptime!(Product::ab(config.c(), config.v(), config.over_tokens()));
+    let heads = shape.heads as usize;
     #[unroll]
-    for i in 0..TILE {
-        let column = part + i * 4;
-        let visible = (column >= first) & (column <= row);
-        scores[i] = select(visible, Exp::exp(scores[i] - largest), 0f32);
-        sum += scores[i];
+    for r in 0..2usize {
+        let row = tile.row(r);
+        if (tile.group == 0) & (UNIT_POS % 4 == 0) & (row < of.count) {
+            outputs.lse[of.token(head, heads, shape) + row] =
+                of_rows[r] + log2(numbers.row(row, 1usize));
+        }
     }
-    let sum = sum_of_four(sum);
-    let factor = select(row < of.count, 1f32 / sum, 0f32);
+    let tile = WarpTile::new(of_values);
+    let acc = product(arena, of_values);
+    let base = (of.batch * shape.tokens as usize + of.first()) * heads + head;
     #[unroll]
-    for i in 0..TILE {
-        arena[s.at + row * s.row + part + i * 4] = scores[i] * factor;
-    }
-    if (part == 0) & (row < of.count) {
-        outputs.lse[of.token(head, shape.heads as usize, shape) + row] =
-            (largest + Log::ln(sum)) * LOG2_E;
+    for r in 0..2usize {
+        let row = tile.row(r);
+        if row < of.count {
+            let at = (base + row * heads) * comptime!(d / 2);
+            let factor = 1f32 / numbers.row(row, 1usize);
+            #[unroll]
+            for f in 0..acc.len() {
+                let column = tile.column(f);
+                if has_column(column, config) {
+                    outputs.o[at + column / 2] = acc.index(f)[r] * Pair::cast_from(factor);
+                }
+            }
+        }
     }
 }

@@ -1,20 +1,34 @@
-//! Rows of vectors between global and shared memory.
+//! What the kernels read, and how it comes to shared memory and leaves registers.
 
 use burn::tensor::bf16;
 use cubecl::prelude::*;
 
-use super::THREADS;
-use super::layout::{BLOCK, TILE};
-use super::product::{Place, Quad, quads, quads_mut};
+use super::layout::{BLOCK, BlockConfig, Operand};
+use super::product::{GROUPS, WarpTile, chunk_in, start_load};
 use crate::attention::decay::Sums;
 use crate::attention::flash::Strides;
-use crate::tile::{CHUNK, RowStrides};
+use crate::tile::matrix::pair;
+use crate::tile::product::Quad;
+use crate::tile::rows::{Own, rounds};
+use crate::tile::{Accumulator, CHUNK, Chunk, Pair, RowStrides, sum_of_four};
 
-/// A tensor `[batch, heads, tokens, head_dim]` in quads of channels.
+/// Chunks of a row of a square.
+pub const SQUARE_CHUNKS: usize = BLOCK / CHUNK;
+
+/// A tensor `[batch, heads, tokens, head_dim]` in bf16.
 #[derive(CubeType, CubeLaunch)]
-pub struct HeadQuads<E: Numeric> {
+pub struct HeadChunks {
     /// Its elements.
-    pub quads: Array<Vector<E, Const<4>>>,
+    pub chunks: Array<Chunk>,
+    /// The strides of its rows.
+    pub strides: RowStrides,
+}
+
+/// A tensor `[batch, heads, tokens, head_dim]` in f32.
+#[derive(CubeType, CubeLaunch)]
+pub struct HeadQuads {
+    /// Its elements.
+    pub quads: Array<Quad>,
     /// The strides of its rows.
     pub strides: RowStrides,
 }
@@ -47,13 +61,13 @@ pub struct Visibility {
 #[derive(CubeType, CubeLaunch)]
 pub struct BlockInputs {
     /// `[batch, heads, tokens, head_dim]`, without its scale.
-    pub q: HeadQuads<bf16>,
+    pub q: HeadChunks,
     /// `[batch, kv_heads, tokens, head_dim]`
-    pub k: HeadQuads<bf16>,
+    pub k: HeadChunks,
     /// `[batch, kv_heads, tokens, head_dim]`
-    pub v: HeadQuads<bf16>,
+    pub v: HeadChunks,
     /// `[batch, kv_heads, tokens, head_dim]`
-    pub w: HeadQuads<f32>,
+    pub w: HeadQuads,
     /// `[batch, kv_heads, tokens]`
     pub beta: Array<f32>,
     /// The strides of β.
@@ -79,11 +93,12 @@ pub struct BlockOf {
 
 #[cube]
 impl BlockOf {
-    /// The block with this number among all.
-    pub fn new(number: usize, shape: &BlockShape) -> BlockOf {
+    /// The thread block's own.
+    pub fn own(shape: &BlockShape) -> BlockOf {
         let tokens = shape.tokens as usize;
         let blocks = (tokens + BLOCK - 1) / BLOCK;
         let kv_heads = shape.kv_heads as usize;
+        let number = CUBE_POS_X as usize;
         let (block, row) = (number % blocks, number / blocks);
         BlockOf {
             batch: row / kv_heads,
@@ -113,155 +128,317 @@ impl BlockOf {
     pub fn transform(&self, shape: &BlockShape) -> usize {
         (self.batch * self.blocks + self.block) * shape.kv_heads as usize + self.kv_head
     }
+
+    /// The index of the first chunk of a head's row, and the chunks between rows.
+    pub fn rows(&self, head: usize, strides: &RowStrides) -> (usize, usize) {
+        let stride = strides.row as usize;
+        (strides.base(self.batch, head) + self.first() * stride, stride)
+    }
+
+    /// The index of the first β, and the numbers between them.
+    fn betas(&self, inputs: &BlockInputs) -> (usize, usize) {
+        let strides = inputs.beta_strides;
+        let stride = strides.token as usize;
+        let head = self.batch * strides.batch as usize + self.kv_head * strides.head as usize;
+        (head + self.first() * stride, stride)
+    }
 }
 
-/// A thread's quads of `rows` rows of vectors: one for each round.
+/// Numbers of a block's tokens, in shared memory.
 #[derive(CubeType)]
-pub struct RowQuad {
-    /// The row.
-    pub row: usize,
-    /// The quad in the row.
-    pub quad: usize,
-    /// Whether there is one.
-    pub exists: bool,
-}
-
-const fn quads_of(rows: usize, dim: usize) -> usize {
-    rows * dim / 4
-}
-
-/// Rounds in which a block's threads pass over `rows` rows of `dim` channels.
-pub const fn rounds_of(rows: usize, dim: usize) -> usize {
-    quads_of(rows, dim).div_ceil(THREADS)
+pub struct Numbers {
+    /// β.
+    pub beta: SharedMemory<f32>,
+    /// Σ ℓ within the block, of one head.
+    pub sums: SharedMemory<f32>,
+    /// The queries' log-sum-exps, base 2.
+    pub lse: SharedMemory<f32>,
+    /// The queries' δ.
+    pub delta: SharedMemory<f32>,
+    /// Parts of rows' sums or maxima, of both warpgroups, in two sets.
+    pub of_rows: SharedMemory<f32>,
+    /// Parts of columns' sums, of four tiles below one another.
+    pub of_columns: SharedMemory<f32>,
 }
 
 #[cube]
-impl RowQuad {
-    /// The thread's quad of this round.
-    pub fn of_round(round: usize, #[comptime] rows: usize, #[comptime] dim: usize) -> RowQuad {
-        let index = round * THREADS + UNIT_POS as usize;
-        let count = comptime!(quads_of(rows, dim));
-        RowQuad {
-            row: index / comptime!(dim / 4),
-            quad: index % comptime!(dim / 4),
-            exists: comptime!(count.is_multiple_of(THREADS)) || index < count,
+impl Numbers {
+    /// Uninitialised.
+    pub fn new() -> Numbers {
+        Numbers {
+            beta: SharedMemory::<f32>::new(BLOCK),
+            sums: SharedMemory::<f32>::new(BLOCK),
+            lse: SharedMemory::<f32>::new(BLOCK),
+            delta: SharedMemory::<f32>::new(BLOCK),
+            of_rows: SharedMemory::<f32>::new(comptime!(2 * GROUPS * BLOCK)),
+            of_columns: SharedMemory::<f32>::new(comptime!(4 * BLOCK)),
         }
     }
 
-    /// Its index in shared memory, in quads.
-    pub fn at(&self, #[comptime] place: Place) -> usize {
-        let tile = self.row / TILE * comptime!(place.next / 4);
-        comptime!(place.at / 4) + tile + self.row % TILE * comptime!(place.row / 4) + self.quad
+    /// Reads β; 0 past the last token.
+    pub fn load_beta(&mut self, inputs: &BlockInputs, of: &BlockOf) {
+        let row = UNIT_POS as usize;
+        if row < BLOCK {
+            let (base, stride) = of.betas(inputs);
+            let beta = inputs.beta[base + min(row, of.count - 1) * stride];
+            self.beta[row] = select(row < of.count, beta, 0f32);
+        }
+    }
+
+    /// Reads Σ ℓ of one head.
+    pub fn load_decay(
+        &mut self,
+        visibility: &Visibility,
+        of: &BlockOf,
+        head: usize,
+        shape: &BlockShape,
+        #[comptime] config: BlockConfig,
+    ) {
+        if comptime!(config.decay) {
+            let row = UNIT_POS as usize;
+            if row < BLOCK {
+                let sums = visibility.decay.as_ref().unwrap();
+                let batch_head = of.batch * shape.heads as usize + head;
+                self.sums[row] = sums.within_span(batch_head, of.first() + min(row, of.count - 1));
+            }
+        }
+    }
+
+    /// The score of a query and the key of `column`, base 2, with the decay from the key to the block's start; the
+    /// rest, from there to the query, cancels in the softmax.
+    pub fn score(&self, score: f32, column: usize, #[comptime] config: BlockConfig) -> f32 {
+        let mut score = score;
+        if comptime!(config.decay) {
+            score -= self.sums[column];
+        }
+        score * crate::tile::LOG2_E
+    }
+
+    /// Writes the part of a sum over a row of the warpgroup's columns, of which `sum` is the lane's.
+    pub fn put_row(&mut self, sum: f32, row: usize, tile: &WarpTile, #[comptime] set: usize) {
+        let sum = sum_of_four(sum);
+        if UNIT_POS % 4 == 0 {
+            self.of_rows[(comptime!(set * GROUPS) + tile.group) * BLOCK + row] = sum;
+        }
+    }
+
+    /// The sum of a row's parts of a set.
+    pub fn row(&self, row: usize, #[comptime] set: usize) -> f32 {
+        let first = comptime!(set * GROUPS * BLOCK);
+        self.of_rows[first + row] + self.of_rows[comptime!(first + BLOCK) + row]
     }
 }
 
-/// Reads a block's rows of one head times `factor`; rows past the last token are 0.
+/// The first row of the block that the query of `row` sees, [`BLOCK`] for a row past the last token.
 #[cube]
-pub fn load_head<E: Numeric>(
-    arena: &mut SharedMemory<f32>,
-    source: &HeadQuads<E>,
+pub fn first_visible(
+    visibility: &Visibility,
+    of: &BlockOf,
+    row: usize,
+    shape: &BlockShape,
+    #[comptime] config: BlockConfig,
+) -> usize {
+    let mut first = 0usize;
+    if row < of.count {
+        if comptime!(config.window) {
+            let window = visibility.window as usize;
+            if row >= window {
+                first = row - window + 1;
+            }
+        }
+        if comptime!(config.documents) {
+            let documents = visibility.documents.as_ref().unwrap();
+            let at = of.batch * shape.tokens as usize + of.first() + row;
+            let start = documents[at] as usize;
+            if start > of.first() + first {
+                first = start - of.first();
+            }
+        }
+    } else {
+        first = BLOCK.runtime();
+    }
+    first
+}
+
+/// Starts to read a block's rows of one head; rows past the last token are 0.
+#[cube]
+pub fn start_head(
+    arena: &mut SharedMemory<Chunk>,
+    source: &HeadChunks,
     of: &BlockOf,
     head: usize,
-    factor: f32,
-    #[comptime] to: Place,
-    #[comptime] dim: usize,
+    #[comptime] to: Operand,
+    #[comptime] config: BlockConfig,
 ) {
-    let mut quads = quads_mut(arena);
-    let base = source.strides.base(of.batch, head) + of.first() * source.strides.row as usize;
+    let (base, stride) = of.rows(head, &source.strides);
+    let d = config.head_dim;
+    let columns = comptime!(config.columns());
+    start_load(arena, &source.chunks, base, stride, of.count, d, comptime!(to.high), columns);
+}
+
+/// Starts to read the block's inverse G from `[blocks, 2, 64, 64]`.
+#[cube]
+pub fn start_inverse(
+    arena: &mut SharedMemory<Chunk>,
+    inverses: &Array<Chunk>,
+    #[comptime] to: Operand,
+) {
+    let base = CUBE_POS_X as usize * comptime!(2 * BLOCK * SQUARE_CHUNKS);
+    let (stride, rows) = (SQUARE_CHUNKS.runtime(), BLOCK.runtime());
+    start_load(arena, inverses, base, stride, rows, BLOCK, comptime!(to.high), BLOCK);
+    if let Some(low) = comptime!(to.low) {
+        let base = base + comptime!(BLOCK * SQUARE_CHUNKS);
+        start_load(arena, inverses, base, stride, rows, BLOCK, low, BLOCK);
+    }
+}
+
+/// Eight numbers times a factor as the sum of two chunks.
+#[cube]
+pub fn split(first: Quad, second: Quad, factor: f32) -> (Chunk, Chunk) {
+    let mut high = Chunk::cast_from(0f32);
+    let mut low = Chunk::cast_from(0f32);
     #[unroll]
-    for round in 0..comptime!(rounds_of(BLOCK, dim)) {
-        let own = RowQuad::of_round(round, BLOCK, dim);
-        if own.exists {
-            // No read depends on a condition: the compiler would wait for each before it starts the next.
-            let row = min(own.row, of.count - 1);
-            let chunk = base + row * source.strides.row as usize;
-            let at = chunk * comptime!(CHUNK / 4) + own.quad;
-            let factor = select(own.row < of.count, factor, 0f32);
-            quads[own.at(to)] = Quad::cast_from(source.quads[at]) * Quad::cast_from(factor);
+    for i in 0..CHUNK {
+        let mut value = first[comptime!(i % 4)];
+        if comptime!(i >= 4) {
+            value = second[comptime!(i % 4)];
+        }
+        let value = value * factor;
+        let nearest = bf16::cast_from(value);
+        high[i] = nearest;
+        low[i] = bf16::cast_from(value - f32::cast_from(nearest));
+    }
+    (high, low)
+}
+
+/// Reads w and, if `weighted`, w times β to the place of Y.
+#[cube]
+pub fn load_directions(
+    arena: &mut SharedMemory<Chunk>,
+    inputs: &BlockInputs,
+    of: &BlockOf,
+    #[comptime] weighted: bool,
+    #[comptime] config: BlockConfig,
+) {
+    let d = config.head_dim;
+    let (w, y) = comptime!((config.w(), config.y()));
+    let (w_low, y_low) = comptime!((w.low.expect("two"), y.low.expect("two")));
+    let (base, stride) = of.rows(of.kv_head, &inputs.w.strides);
+    let (betas, beta_stride) = of.betas(inputs);
+    #[unroll]
+    for round in 0..comptime!(rounds(BLOCK, config.columns())) {
+        let at = Own::new(round, BLOCK, comptime!(config.columns()));
+        if at.exists {
+            let row = min(at.row, of.count - 1);
+            let exists = (at.row < of.count) & (at.chunk < comptime!(d / CHUNK));
+            let from = (base + row * stride + select(exists, at.chunk, 0usize)) * 2;
+            let factor = select(exists, 1f32, 0f32);
+            let (first, second) = (inputs.w.quads[from], inputs.w.quads[from + 1]);
+            let (high, low) = split(first, second, factor);
+            arena[chunk_in(at.row, at.chunk, comptime!(w.high))] = high;
+            arena[chunk_in(at.row, at.chunk, w_low)] = low;
+            if comptime!(weighted) {
+                let beta = inputs.beta[betas + row * beta_stride];
+                let (high, low) = split(first, second, factor * beta);
+                arena[chunk_in(at.row, at.chunk, comptime!(y.high))] = high;
+                arena[chunk_in(at.row, at.chunk, y_low)] = low;
+            }
         }
     }
 }
 
-/// Reads `rows` rows, `stride` quads apart, from quad `base` of global memory on.
+/// Leaves the elements of a square below the diagonal, and those on it if `diagonal`; the others become 0.
 #[cube]
-pub fn load_rows(
-    arena: &mut SharedMemory<f32>,
-    memory: &Array<Quad>,
+pub fn keep_lower(acc: &mut Accumulator, tile: &WarpTile, #[comptime] diagonal: bool) {
+    let on = comptime!(if diagonal { 1usize } else { 0usize });
+    #[unroll]
+    for r in 0..2usize {
+        let end = tile.row(r) + on;
+        #[unroll]
+        for f in 0..acc.len() {
+            let column = tile.column(f);
+            let fragment = acc.index_mut(f);
+            let value = fragment[r];
+            let first = select(column < end, value[0], 0f32);
+            let second = select(column + 1 < end, value[1], 0f32);
+            fragment[r] = pair(first, second);
+        }
+    }
+}
+
+/// The sum over the lane's part of row `r` of the products of two accumulators' elements.
+#[cube]
+pub fn dot(a: &Accumulator, b: &Accumulator, #[comptime] r: usize) -> f32 {
+    let mut sum = 0f32;
+    #[unroll]
+    for f in 0..a.len() {
+        let product = a.index(f)[r] * b.index(f)[r];
+        sum += product[0] + product[1];
+    }
+    sum
+}
+
+/// Multiplies the rows of an accumulator by factors in shared memory.
+#[cube]
+pub fn scale_rows(acc: &mut Accumulator, factors: &SharedMemory<f32>, tile: &WarpTile) {
+    #[unroll]
+    for r in 0..2usize {
+        let factor = factors[tile.row(r)];
+        #[unroll]
+        for f in 0..acc.len() {
+            let fragment = acc.index_mut(f);
+            fragment[r] = fragment[r] * Pair::cast_from(factor);
+        }
+    }
+}
+
+/// Writes an accumulator's channels to rows of `stride` pairs in global memory, from pair `base` on.
+#[cube]
+pub fn write_numbers(
+    numbers: &mut Array<Pair>,
+    acc: &Accumulator,
+    tile: &WarpTile,
     base: usize,
     stride: usize,
-    #[comptime] to: Place,
-    #[comptime] rows: usize,
-    #[comptime] dim: usize,
+    #[comptime] config: BlockConfig,
 ) {
-    let mut quads = quads_mut(arena);
-    for round in 0..comptime!(rounds_of(rows, dim)) {
-        let own = RowQuad::of_round(round, rows, dim);
-        if own.exists {
-            quads[own.at(to)] = memory[base + own.row * stride + own.quad];
+    #[unroll]
+    for f in 0..acc.len() {
+        let column = tile.column(f);
+        if has_column(column, config) {
+            #[unroll]
+            for r in 0..2usize {
+                numbers[base + tile.row(r) * stride + column / 2] = acc.index(f)[r];
+            }
         }
     }
 }
 
-/// As [`load_rows`], added to what is there.
+/// The inverse of [`write_numbers`]; other channels become 0.
 #[cube]
-pub fn add_rows(
-    arena: &mut SharedMemory<f32>,
-    memory: &Array<Quad>,
+pub fn read_numbers(
+    acc: &mut Accumulator,
+    numbers: &Array<Pair>,
+    tile: &WarpTile,
     base: usize,
     stride: usize,
-    #[comptime] to: Place,
-    #[comptime] rows: usize,
-    #[comptime] dim: usize,
+    #[comptime] config: BlockConfig,
 ) {
-    let mut quads = quads_mut(arena);
-    for round in 0..comptime!(rounds_of(rows, dim)) {
-        let own = RowQuad::of_round(round, rows, dim);
-        if own.exists {
-            let at = own.at(to);
-            let value = quads[at];
-            quads[at] = value + memory[base + own.row * stride + own.quad];
+    #[unroll]
+    for f in 0..acc.len() {
+        let column = tile.column(f);
+        let exists = has_column(column, config);
+        let fragment = acc.index_mut(f);
+        #[unroll]
+        for r in 0..2usize {
+            let from = base + tile.row(r) * stride + select(exists, column / 2, 0usize);
+            fragment[r] = numbers[from] * Pair::cast_from(select(exists, 1f32, 0f32));
         }
     }
 }
 
-/// Writes the rows of a tensor of any type, those before `count`, times `factor`.
+/// Whether there is this channel, of those in products.
 #[cube]
-pub fn store_rows<E: Numeric>(
-    arena: &SharedMemory<f32>,
-    memory: &mut Array<Vector<E, Const<4>>>,
-    base: usize,
-    stride: usize,
-    count: usize,
-    factor: f32,
-    #[comptime] from: Place,
-    #[comptime] rows: usize,
-    #[comptime] dim: usize,
-) {
-    let quads = quads(arena);
-    for round in 0..comptime!(rounds_of(rows, dim)) {
-        let own = RowQuad::of_round(round, rows, dim);
-        if own.exists && own.row < count {
-            let value = quads[own.at(from)] * Quad::cast_from(factor);
-            memory[base + own.row * stride + own.quad] = Vector::cast_from(value);
-        }
-    }
-}
-
-/// Copies rows in shared memory.
-#[cube]
-pub fn copy_rows(
-    arena: &mut SharedMemory<f32>,
-    #[comptime] from: Place,
-    #[comptime] to: Place,
-    #[comptime] rows: usize,
-    #[comptime] dim: usize,
-) {
-    let mut quads = quads_mut(arena);
-    for round in 0..comptime!(rounds_of(rows, dim)) {
-        let own = RowQuad::of_round(round, rows, dim);
-        if own.exists {
-            let value = quads[own.at(from)];
-            quads[own.at(to)] = value;
-        }
-    }
+pub fn has_column(column: usize, #[comptime] config: BlockConfig) -> bool {
+    comptime!(config.columns() == config.head_dim) || column < config.head_dim
 }

@@ -1,20 +1,19 @@
 //! Blocks of 64 tokens on CUDA: their transforms, the queries and keys moved to their ends, and attention inside
 //! them, forward and backward (`docs/path.md`, "Tiles and blocks").
 //!
-//! A thread block owns a block of one kv head of one sequence, with the queries of all heads of its group. Its
-//! matrices are in shared memory in f32, and products keep about 16 bits. Every sum has one owner and a fixed order: equal
-//! inputs give equal bits.
+//! A thread block owns a block of one kv head of one sequence, with the queries of all heads of its group. Its matrices
+//! are in shared memory, those that are not in bf16 as the sum of two, so that products keep about 16 bits. Every sum
+//! has one owner and a fixed order: equal inputs give equal bits.
 
 // Device code has no `div_ceil` or `is_multiple_of`.
 #![allow(clippy::manual_div_ceil, clippy::manual_is_multiple_of)]
 
 mod backward;
 mod forward;
-mod keys;
+mod inverses;
 mod layout;
-mod levels;
 mod memory;
-mod queries;
+mod product;
 #[cfg(test)]
 mod tests;
 
@@ -23,18 +22,20 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
 use self::backward::{BlockGradientsLaunch, UpstreamLaunch};
-use self::forward::BlockOutputsLaunch;
+use self::forward::{MovedOutputsLaunch, OwnOutputsLaunch};
 pub use self::layout::BLOCK;
-use self::layout::{BlockConfig, TILE, blocks_per_multiprocessor, scratch};
-use self::memory::{BlockInputsLaunch, BlockShapeLaunch, HeadQuadsLaunch, VisibilityLaunch};
-pub use self::product::Quad;
+use self::layout::BlockConfig;
+use self::memory::{
+    BlockInputsLaunch, BlockShapeLaunch, HeadChunksLaunch, HeadQuadsLaunch, VisibilityLaunch,
+};
 use crate::attention::decay::DecaySums;
 use crate::attention::flash::{Heads, as_u32, strides};
-use crate::cuda::{CudaTensor, buffer, contiguous, empty, multiprocessors};
-use crate::tile::product;
+use crate::cuda::{CudaTensor, buffer, contiguous, empty};
+use crate::tile::CHUNK;
+use crate::tile::product::THREADS;
 
-/// Threads per block.
-pub const THREADS: usize = product::THREADS;
+/// Elements of a pair.
+const PAIR: usize = 2;
 
 /// Elements of a quad.
 const QUAD: usize = 4;
@@ -42,8 +43,8 @@ const QUAD: usize = 4;
 /// The most channels of a head that shared memory holds.
 const MAX_HEAD_DIM: usize = 128;
 
-/// Threads that a multiprocessor runs at once.
-const RESIDENT_THREADS: usize = 2048;
+/// Channels of a head are a multiple of this.
+const GRANULE: usize = 16;
 
 /// The inputs of the blocks' kernels.
 ///
@@ -63,37 +64,47 @@ pub struct Blocks {
     decay: Option<DecaySums>,
 }
 
-/// What [`Blocks::forward`] returns. N is seq_len rounded up to whole blocks; rows past the last token are 0.
+/// What the blocks bring to the levels above them. N is seq_len rounded up to whole blocks; rows past the last token
+/// are 0.
 #[derive(Clone, Debug)]
-pub struct BlockResults {
+pub struct MovedBlocks {
     /// The queries times the scale, moved to the starts of their blocks, `[batch, N, heads, head_dim]` in f32.
     pub q: CudaTensor,
     /// The keys moved to the ends of their blocks, `[batch, N, kv_heads, head_dim]` in f32.
     pub k: CudaTensor,
-    /// R = I − P = Yᵀ W of each block, `[batch, N/64, kv_heads, head_dim, head_dim]` in f32.
+    /// R = I − P = Yᵀ W of each block, as the sum of two matrices in bf16, `[batch, N/64, kv_heads, 2, head_dim,
+    /// head_dim]`.
     pub r: CudaTensor,
-    /// Attention over the keys of the query's own block, `[batch, seq_len, heads, head_dim]` in f32.
+    /// G = (I + diag(β) A)⁻¹ of each block, as the sum of two matrices in bf16, `[blocks, 2, 64, 64]`.
+    pub inverses: CudaTensor,
+}
+
+/// Attention over the keys of the query's own block.
+#[derive(Clone, Debug)]
+pub struct OwnAttention {
+    /// `[batch, seq_len, heads, head_dim]` in f32.
     pub o: CudaTensor,
-    /// The log-sum-exps of these keys' scores, base 2 and relative to the decay up to the block,
-    /// `[batch, heads, seq_len]` in f32.
+    /// The log-sum-exps of the scores, base 2 and relative to the decay up to the block, `[batch, heads, seq_len]` in
+    /// f32.
     pub lse: CudaTensor,
 }
 
-/// The gradients that [`Blocks::backward`] starts from, in f32 but for dO in bf16.
+/// The gradients that [`Blocks::backward`] starts from: dO in bf16; those of moved vectors and of R as sums of two in
+/// bf16; the others in f32.
 pub struct BlockUpstream<'a> {
     /// dO, `[batch, heads, seq_len, head_dim]`.
     pub d_o: &'a CudaTensor,
-    /// The log-sum-exps over the keys of all blocks, as in [`BlockResults`].
+    /// The log-sum-exps over the keys of all blocks, as in [`OwnAttention`].
     pub lse: &'a CudaTensor,
     /// δ = o · dO, `[batch, heads, seq_len]`.
     pub delta: &'a CudaTensor,
-    /// Of the moved queries, `[batch, N, heads, head_dim]`.
+    /// Of the moved queries, `[2, batch, N, heads, head_dim]`.
     pub d_q: &'a CudaTensor,
-    /// Of the moved keys, `[batch, N, kv_heads, head_dim]`.
+    /// Of the moved keys, `[2, batch, N, kv_heads, head_dim]`.
     pub d_k: &'a CudaTensor,
-    /// Of v by the other blocks' queries, `[batch, N, kv_heads, head_dim]`.
+    /// Of v by the other blocks' queries, `[batch, N, kv_heads, head_dim]`: contiguous, and overwritten.
     pub d_v: &'a CudaTensor,
-    /// Of R, `[batch, N/64, kv_heads, head_dim, head_dim]`.
+    /// Of R, `[batch, N/64, kv_heads, 2, head_dim, head_dim]`.
     pub d_r: &'a CudaTensor,
     /// With a decay, Σ_j dS_ij and Σ_i dS_ij so far, `[batch, heads, seq_len]`, which are added to: contiguous.
     pub ds: Option<[&'a CudaTensor; 2]>,
@@ -117,7 +128,8 @@ pub struct BlockGrads {
 impl Blocks {
     /// Whether the kernels serve heads of q, k and v of this type and of this many channels.
     pub fn serve(dtype: DType, head_dim: usize) -> bool {
-        let sizes = head_dim.is_multiple_of(TILE) && (TILE..=MAX_HEAD_DIM).contains(&head_dim);
+        let sizes =
+            head_dim.is_multiple_of(GRANULE) && (GRANULE..=MAX_HEAD_DIM).contains(&head_dim);
         dtype == DType::BF16 && sizes
     }
 
@@ -140,10 +152,11 @@ impl Blocks {
         let of_beta: [usize; 3] = beta.meta.shape().dims();
         assert_eq!(of_beta, [batch, kv_heads, tokens], "the shape of beta");
         assert_eq!([w.tensor.dtype, beta.dtype], [DType::F32; 2], "the types of w and beta");
-        // Kernels count quads in 32 bits.
-        let padded = tokens.next_multiple_of(BLOCK);
-        let most = batch * padded * heads.max(kv_heads * head_dim / BLOCK) * head_dim / QUAD;
-        assert!(u32::try_from(most).is_ok(), "{most} quads of q or R");
+        // Kernels count in 32 bits: pairs of q and of R, and chunks of G.
+        let of_heads = (head_dim * head_dim / BLOCK).max(2 * BLOCK / CHUNK);
+        let per_token = (heads * head_dim / PAIR).max(kv_heads * of_heads);
+        let most = batch * tokens.next_multiple_of(BLOCK) * per_token;
+        assert!(u32::try_from(most).is_ok(), "{most} pairs of q or R, or chunks of G");
         let beta = beta.clone();
         Blocks { q, k, v, w, beta, scale, window: None, documents: None, decay: None }
     }
@@ -194,45 +207,83 @@ impl Blocks {
         let window = self.window.map_or(0, |w| w.min(self.q.dims[2]));
         let visibility = VisibilityLaunch::new(documents.into(), as_u32(window), decay.into());
         BlockInputsLaunch::new(
-            quads(&self.q),
-            quads(&self.k),
-            quads(&self.v),
-            quads(&self.w),
+            chunks(&self.q),
+            chunks(&self.k),
+            chunks(&self.v),
+            HeadQuadsLaunch::new(buffer(&self.w.tensor, QUAD), self.w.row_strides()),
             buffer(&self.beta, 1),
             strides(&self.beta),
             visibility,
         )
     }
 
+    /// The inverses G of all blocks.
+    fn inverses(&self) -> CudaTensor {
+        let like = &self.q.tensor;
+        let inverses = empty(like, &[self.number(), 2, BLOCK, BLOCK], DType::BF16);
+        // SAFETY: a thread block writes its own inverse.
+        unsafe {
+            inverses::inverses::launch_unchecked::<CudaRuntime>(
+                &like.client,
+                self.grid(),
+                CubeDim::new_1d(THREADS as u32),
+                self.inputs(),
+                buffer(&inverses, CHUNK),
+                self.shape(),
+                self.config(),
+            );
+        }
+        inverses
+    }
+
+    fn grid(&self) -> CubeCount {
+        CubeCount::Static(as_u32(self.number()), 1, 1)
+    }
+
     /// Moved queries and keys, transforms, and attention inside the blocks.
-    pub fn forward(&self) -> BlockResults {
+    pub fn forward(&self) -> (MovedBlocks, OwnAttention) {
         let [batch, heads, tokens, d] = self.q.dims;
+        let like = &self.q.tensor;
+        let own = OwnAttention {
+            o: empty(like, &[batch, tokens, heads, d], DType::F32),
+            lse: empty(like, &[batch, heads, tokens], DType::F32),
+        };
+        (self.run(Some(&own)), own)
+    }
+
+    /// As [`Blocks::forward`], without attention.
+    pub fn moved(&self) -> MovedBlocks {
+        self.run(None)
+    }
+
+    fn run(&self, own: Option<&OwnAttention>) -> MovedBlocks {
+        let [batch, heads, _, d] = self.q.dims;
         let kv_heads = self.k.dims[1];
         let padded = self.blocks() * BLOCK;
         let like = &self.q.tensor;
         let of_heads = |heads| empty(like, &[batch, padded, heads, d], DType::F32);
-        let results = BlockResults {
+        let results = MovedBlocks {
             q: of_heads(heads),
             k: of_heads(kv_heads),
-            r: empty(like, &[batch, self.blocks(), kv_heads, d, d], DType::F32),
-            o: empty(like, &[batch, tokens, heads, d], DType::F32),
-            lse: empty(like, &[batch, heads, tokens], DType::F32),
+            r: empty(like, &[batch, self.blocks(), kv_heads, 2, d, d], DType::BF16),
+            inverses: self.inverses(),
         };
-        let outputs = BlockOutputsLaunch::new(
-            buffer(&results.q, QUAD),
-            buffer(&results.k, QUAD),
-            buffer(&results.r, QUAD),
-            buffer(&results.o, QUAD),
-            buffer(&results.lse, 1),
+        let moved = MovedOutputsLaunch::new(
+            buffer(&results.q, PAIR),
+            buffer(&results.k, PAIR),
+            buffer(&results.r, PAIR),
         );
+        let own = own.map(|own| OwnOutputsLaunch::new(buffer(&own.o, PAIR), buffer(&own.lse, 1)));
         // SAFETY: a thread block stays within its block's tokens, and in padded tensors within its rows.
         unsafe {
             forward::forward::launch_unchecked::<CudaRuntime>(
                 &like.client,
-                CubeCount::Static(as_u32(self.number()), 1, 1),
+                self.grid(),
                 CubeDim::new_1d(THREADS as u32),
                 self.inputs(),
-                outputs,
+                buffer(&results.inverses, CHUNK),
+                moved,
+                own.into(),
                 self.shape(),
                 self.config(),
             );
@@ -240,11 +291,11 @@ impl Blocks {
         results
     }
 
-    /// The gradients of q, k, v, w and β.
+    /// The gradients of q, k, v, w and β; `inverses` are those of [`MovedBlocks`].
     ///
     /// # Panics
-    /// Where shapes disagree, or `ds` is not contiguous, or not there exactly with a decay.
-    pub fn backward(&self, upstream: &BlockUpstream) -> BlockGrads {
+    /// Where shapes disagree, or `d_v` or `ds` are not contiguous, or `ds` is not there exactly with a decay.
+    pub fn backward(&self, inverses: &CudaTensor, upstream: &BlockUpstream) -> BlockGrads {
         self.check(upstream);
         let [batch, _, tokens, d] = self.q.dims;
         let kv_heads = self.k.dims[1];
@@ -254,51 +305,41 @@ impl Blocks {
         let beta = empty(like, &[batch, kv_heads, tokens], DType::F32);
         let d_o = Heads::new(upstream.d_o);
         let of_rows = |x: &CudaTensor| buffer(&contiguous(x), 1);
-        let of_vectors = |x: &CudaTensor| buffer(&contiguous(x), QUAD);
+        let of_vectors = |x: &CudaTensor| buffer(&contiguous(x), CHUNK);
         let from = UpstreamLaunch::new(
-            quads(&d_o),
+            chunks(&d_o),
             of_rows(upstream.lse),
             of_rows(upstream.delta),
             of_vectors(upstream.d_q),
             of_vectors(upstream.d_k),
-            of_vectors(upstream.d_v),
+            buffer(upstream.d_v, PAIR),
             of_vectors(upstream.d_r),
         );
         let [rows, columns] = [0, 1].map(|i| upstream.ds.map(|ds| buffer(ds[i], 1)).into());
         let gradients = BlockGradientsLaunch::new(
-            quads(&q),
-            quads(&k),
-            quads(&v),
-            quads(&w),
+            q.pairs(),
+            k.pairs(),
+            v.pairs(),
+            w.pairs(),
             buffer(&beta, 1),
             rows,
             columns,
         );
-        let thread_blocks = self.resident().min(self.number());
-        let memory = empty(like, &[thread_blocks, scratch::ROWS, d], DType::F32);
-        // SAFETY: as in `forward`; a thread block has its own part of the scratch memory.
+        // SAFETY: as in `forward`.
         unsafe {
             backward::backward::launch_unchecked::<CudaRuntime>(
                 &like.client,
-                CubeCount::Static(as_u32(thread_blocks), 1, 1),
+                self.grid(),
                 CubeDim::new_1d(THREADS as u32),
                 self.inputs(),
+                buffer(inverses, CHUNK),
                 from,
                 gradients,
-                buffer(&memory, QUAD),
                 self.shape(),
-                as_u32(self.number()),
                 self.config(),
             );
         }
         BlockGrads { q: q.tensor, k: k.tensor, v: v.tensor, w: w.tensor, beta }
-    }
-
-    /// Thread blocks of the backward pass that the device runs at once.
-    fn resident(&self) -> usize {
-        let held = blocks_per_multiprocessor(self.config().backward_elements());
-        let each = held.min(RESIDENT_THREADS / THREADS);
-        multiprocessors(&self.q.tensor.client) * each
     }
 
     fn check(&self, upstream: &BlockUpstream) {
@@ -306,27 +347,30 @@ impl Blocks {
         let (kv_heads, blocks) = (self.k.dims[1], self.blocks());
         let padded = blocks * BLOCK;
         let of_queries = vec![batch, heads, tokens];
-        let check = |name: &str, x: &CudaTensor, shape: &[usize]| {
+        let has = |name: &str, x: &CudaTensor, shape: &[usize], dtype: DType| {
             assert_eq!(x.meta.shape().to_vec(), shape, "the shape of {name}");
-            assert_eq!(x.dtype, DType::F32, "the type of {name}");
+            assert_eq!(x.dtype, dtype, "the type of {name}");
         };
+        let check = |name: &str, x: &CudaTensor, shape: &[usize]| has(name, x, shape, DType::F32);
+        let sum_of_two =
+            |name: &str, x: &CudaTensor, shape: &[usize]| has(name, x, shape, DType::BF16);
         check("lse", upstream.lse, &of_queries);
         check("delta", upstream.delta, &of_queries);
-        check("d_q", upstream.d_q, &[batch, padded, heads, d]);
-        check("d_k", upstream.d_k, &[batch, padded, kv_heads, d]);
+        sum_of_two("d_q", upstream.d_q, &[2, batch, padded, heads, d]);
+        sum_of_two("d_k", upstream.d_k, &[2, batch, padded, kv_heads, d]);
         check("d_v", upstream.d_v, &[batch, padded, kv_heads, d]);
-        check("d_r", upstream.d_r, &[batch, blocks, kv_heads, d, d]);
+        assert!(upstream.d_v.is_contiguous(), "d_v at strides {:?}", upstream.d_v.meta.strides());
+        sum_of_two("d_r", upstream.d_r, &[batch, blocks, kv_heads, 2, d, d]);
         assert_eq!(upstream.ds.is_some(), self.decay.is_some(), "sums of dS, and a decay");
         for x in upstream.ds.into_iter().flatten() {
             check("ds", x, &of_queries);
             assert!(x.is_contiguous(), "ds at strides {:?}", x.meta.strides());
         }
-        assert_eq!(upstream.d_o.meta.shape().to_vec(), self.q.dims, "the shape of d_o");
-        assert_eq!(upstream.d_o.dtype, DType::BF16, "the type of d_o");
+        has("d_o", upstream.d_o, &self.q.dims, DType::BF16);
     }
 }
 
-/// A tensor's rows in quads of channels.
-fn quads<E: Numeric>(x: &Heads) -> HeadQuadsLaunch<E, CudaRuntime> {
-    HeadQuadsLaunch::new(buffer(&x.tensor, QUAD), x.row_strides())
+/// A tensor's rows in chunks of channels.
+fn chunks(x: &Heads) -> HeadChunksLaunch<CudaRuntime> {
+    HeadChunksLaunch::new(buffer(&x.tensor, CHUNK), x.row_strides())
 }

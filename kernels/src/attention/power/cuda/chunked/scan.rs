@@ -12,7 +12,7 @@ use crate::tile::warpgroup::{
     GROUP_WARPS, set_a_frag, start_pb, store_a_frags, uninit_a_frags, wait,
 };
 use crate::tile::{
-    ALIGN, Accumulator, CHUNK, Chunk, PANEL, Pair, bytes, define_exp2, exp2, place, zeros,
+    ALIGN, Accumulator, CHUNK, Chunk, PANEL, Pair, bytes, define_exp2, exp2, place, scale, zeros,
 };
 
 /// The compile-time configuration.
@@ -192,7 +192,7 @@ pub fn scan(
             let decay = exp2(log_decay);
             // The next one, while this chunk is computed.
             log_decay = inputs.totals[row * chunks + decaying(number + 1, chunks, config)];
-            scale(&mut acc, decay, fragments);
+            scale(&mut acc, decay);
             for _ in 0..steps * group {
                 ring.wait(iteration);
                 if exists {
@@ -235,19 +235,6 @@ fn decaying(number: usize, chunks: usize, #[comptime] config: ScanConfig) -> usi
         chunk = chunks - 2 - number;
     }
     chunk
-}
-
-/// Multiplies an accumulator by a number.
-#[cube]
-fn scale(acc: &mut Accumulator, factor: f32, #[comptime] fragments: usize) {
-    #[unroll]
-    for f in 0..fragments {
-        let fragment = acc.index_mut(f);
-        #[unroll]
-        for r in 0..2usize {
-            fragment[r] = fragment[r] * Pair::cast_from(factor);
-        }
-    }
 }
 
 /// Writes a warp's 16 rows of a state times `weight`, rounded to bf16, from row `first` on.

@@ -8,8 +8,8 @@ use burn::tensor::bf16;
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 
-use super::THREADS;
-use crate::tile::{Accumulator, Bf16Pair, CHUNK, Chunk, Pair, half};
+use super::product::THREADS;
+use super::{Accumulator, Bf16Pair, CHUNK, Chunk, Pair, half};
 
 /// Warps of a block.
 pub const WARPS: usize = THREADS / 32;
@@ -160,34 +160,12 @@ pub fn add_product(
     #[comptime] p: Product,
 ) {
     let def = MmaDefinition::<bf16, bf16, f32>::new(16usize, 8usize, 16usize);
-    let lane = UNIT_POS_PLANE as usize;
-    let (eight, within, second) = (lane / 8 % 2, lane % 8, lane / 16);
     for step in 0..comptime!(p.k / STEP) {
-        let mut a_at = p.a.at + (tile.down * STEP + lane % 16) * p.a.row + step * 2 + second;
-        if comptime!(p.first_transposed()) {
-            a_at = p.a.at + (step * STEP + second * 8 + within) * p.a.row + tile.down * 2 + eight;
-        }
-        let slice = arena.slice(a_at, a_at + 1);
-        let a = def.load_matrix::<_, Const<2>>(
-            &slice,
-            MatrixIdent::A,
-            4usize,
-            comptime!(p.first_transposed()),
-        );
+        let a = load_a(&def, arena, tile, step, p);
         #[unroll]
         for pair in 0..comptime!(p.fragments() / 2) {
             let column = tile.column + comptime!(pair * STEP);
-            let mut b_at = p.b.at + (step * STEP + lane % 16) * p.b.row + column / 8 + second;
-            if comptime!(p.second_transposed()) {
-                b_at = p.b.at + (column + second * 8 + within) * p.b.row + step * 2 + eight;
-            }
-            let slice = arena.slice(b_at, b_at + 1);
-            let four = def.load_matrix::<_, Const<2>>(
-                &slice,
-                MatrixIdent::B,
-                4usize,
-                comptime!(!p.second_transposed()),
-            );
+            let four = load_b(&def, arena, column, step, p);
             #[unroll]
             for h in 0..2usize {
                 let c = acc.index_mut(comptime!(pair * 2 + h));
@@ -195,6 +173,46 @@ pub fn add_product(
             }
         }
     }
+}
+
+/// The fragment of A of the warp's rows and a step of the sum.
+#[cube]
+fn load_a(
+    def: &MmaDefinition<bf16, bf16, f32>,
+    arena: &SharedMemory<Chunk>,
+    tile: &WarpTile,
+    step: usize,
+    #[comptime] p: Product,
+) -> Array<Bf16Pair> {
+    let lane = UNIT_POS_PLANE as usize;
+    let (eight, within, second) = (lane / 8 % 2, lane % 8, lane / 16);
+    let mut at = p.a.at + (tile.down * STEP + lane % 16) * p.a.row + step * 2 + second;
+    if comptime!(p.first_transposed()) {
+        at = p.a.at + (step * STEP + second * 8 + within) * p.a.row + tile.down * 2 + eight;
+    }
+    let slice = arena.slice(at, at + 1);
+    let transposed = comptime!(p.first_transposed());
+    def.load_matrix::<_, Const<2>>(&slice, MatrixIdent::A, 4usize, transposed)
+}
+
+/// Two fragments of B: 16 columns from `column` on.
+#[cube]
+fn load_b(
+    def: &MmaDefinition<bf16, bf16, f32>,
+    arena: &SharedMemory<Chunk>,
+    column: usize,
+    step: usize,
+    #[comptime] p: Product,
+) -> Array<Bf16Pair> {
+    let lane = UNIT_POS_PLANE as usize;
+    let (eight, within, second) = (lane / 8 % 2, lane % 8, lane / 16);
+    let mut at = p.b.at + (step * STEP + lane % 16) * p.b.row + column / 8 + second;
+    if comptime!(p.second_transposed()) {
+        at = p.b.at + (column + second * 8 + within) * p.b.row + step * 2 + eight;
+    }
+    let slice = arena.slice(at, at + 1);
+    let transposed = comptime!(!p.second_transposed());
+    def.load_matrix::<_, Const<2>>(&slice, MatrixIdent::B, 4usize, transposed)
 }
 
 /// Two numbers as a pair.
@@ -220,19 +238,6 @@ pub fn scale_rows(
         #[unroll]
         for f in 0..comptime!(p.fragments()) {
             let fragment = acc.index_mut(f);
-            fragment[r] = fragment[r] * Pair::cast_from(factor);
-        }
-    }
-}
-
-/// Multiplies an accumulator by a number.
-#[cube]
-pub fn scale(acc: &mut Accumulator, factor: f32, #[comptime] fragments: usize) {
-    #[unroll]
-    for f in 0..fragments {
-        let fragment = acc.index_mut(f);
-        #[unroll]
-        for r in 0..2usize {
             fragment[r] = fragment[r] * Pair::cast_from(factor);
         }
     }
@@ -306,8 +311,8 @@ pub fn write_rows(
     }
 }
 
-/// Reads the rows of an accumulator before `count`, at least one, as [`write_rows`] writes them. The others are the last of
-/// these.
+/// Reads the rows of an accumulator before `count`, at least one, as [`write_rows`] writes them. The others are the
+/// last of these.
 #[cube]
 pub fn read_rows(
     acc: &mut Accumulator,
