@@ -43,6 +43,14 @@ fn start_copy(
     })
 }
 
+/// Waits for all that the block has started to copy, for products of warpgroups to read, and synchronises.
+#[cube]
+pub fn finish_copies() {
+    wait_for_chunks();
+    sync_async_proxy_shared();
+    sync_cube();
+}
+
 /// Waits until this thread's copies have been performed.
 #[cube]
 pub fn wait_for_chunks() {

@@ -117,7 +117,7 @@ impl Product {
 pub struct WarpTile {
     /// Whether there is one.
     pub exists: bool,
-    /// Its number among those beside one another, and below one another.
+    /// Its number among those beside one another.
     pub across: usize,
     /// Its number among those below one another.
     pub down: usize,

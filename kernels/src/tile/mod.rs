@@ -78,6 +78,13 @@ pub fn define_exp2() {
     );
 }
 
+/// A pair as the sum of two in bf16: rounded, and the rest rounded.
+#[cube]
+pub fn split_pair(pair: Pair) -> (Bf16Pair, Bf16Pair) {
+    let nearest = Bf16Pair::cast_from(pair);
+    (nearest, Bf16Pair::cast_from(pair - Pair::cast_from(nearest)))
+}
+
 /// log₂ x in one instruction; −∞ below 2⁻¹²⁶.
 #[cube]
 pub fn log2(x: f32) -> f32 {

@@ -12,7 +12,7 @@ use burn::tensor::bf16;
 use cubecl::cmma::MmaDefinition;
 use cubecl::prelude::*;
 
-use super::{Accumulator, Bf16Pair, Pair, keep_loop};
+use super::{Accumulator, Bf16Pair, Pair, keep_loop, split_pair};
 
 /// Four neighbouring elements of a row.
 pub type Quad = Vector<f32, Const<4>>;
@@ -182,9 +182,9 @@ impl Split {
             let mut pair = Pair::empty();
             pair[0] = numbers[comptime!(2 * i)];
             pair[1] = numbers[comptime!(2 * i + 1)];
-            let nearest = Bf16Pair::cast_from(pair);
+            let (nearest, rest) = split_pair(pair);
             high[i] = nearest;
-            low[i] = Bf16Pair::cast_from(pair - Pair::cast_from(nearest));
+            low[i] = rest;
         }
         Split { high, low }
     }

@@ -7,7 +7,7 @@ use cubecl::prelude::*;
 
 use super::Accumulator;
 use super::asm::{emit, name_of};
-use super::warpgroup::GROUP_WARPS;
+use super::warpgroup::GROUP_THREADS;
 
 /// The barrier of the block's first warpgroup.
 const FIRST_BARRIER: u32 = 2;
@@ -19,7 +19,7 @@ pub fn any_nonzero(acc: &Accumulator, group: usize) -> bool {
     let mut value = Array::<u32>::new(1usize);
     value[0] = 0u32;
     join_bits(acc, &mut value);
-    any(&mut value, group as u32 + FIRST_BARRIER, comptime!(32 * GROUP_WARPS))
+    any(&mut value, group as u32 + FIRST_BARRIER, GROUP_THREADS)
 }
 
 /// Whether `value` is not 0 in one of the `threads` threads of a barrier.

@@ -24,6 +24,9 @@ use super::{
 /// Warps of a warpgroup.
 pub const GROUP_WARPS: usize = 4;
 
+/// Threads of a warpgroup.
+pub const GROUP_THREADS: usize = 32 * GROUP_WARPS;
+
 /// Rows of a warpgroup.
 pub const GROUP_ROWS: usize = 16 * GROUP_WARPS;
 

@@ -9,8 +9,8 @@ use crate::tile::matrix::{Matrix, Product, WarpTile, add_product};
 use crate::tile::rows::{Own, finish_loads, rounds, start_load};
 use crate::tile::{CHUNK, Chunk, define_exp2, zeros};
 
-/// Y of each chunk, rounded to bf16, `[rows, chunks, 64, 64]`. It is computed in f32: by substitution in blocks of 16
-/// tokens, which are then joined in pairs.
+/// Y of each chunk, rounded to bf16, `[rows, chunks, 64, 64]`. Blocks of 16 tokens are computed by substitution in f32,
+/// and then joined in pairs by products that keep about 16 bits.
 ///
 /// Grid: all chunks; [`THREADS`](super::THREADS) threads.
 #[cube(launch_unchecked, fast_math = FastMath::all())]

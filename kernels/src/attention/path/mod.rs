@@ -176,7 +176,9 @@ impl VariantSpec for Config {
         match kernel.device {
             DeviceKind::Cpu => true,
             DeviceKind::Cuda => {
-                seq_len.is_none_or(|len| cuda::most_sequences(shape.heads, len) > 0)
+                let heads = [shape.heads, shape.kv_heads];
+                let most = |len| cuda::most_sequences(heads, shape.head_dim, len);
+                seq_len.is_none_or(|len| most(len) > 0)
             }
         }
     }
@@ -301,10 +303,11 @@ impl Variant for Config {
                 let tokens = inputs.clone().tokens();
                 let capacity = capacity(op.window, *reserved, len);
                 let cache = cache.insert(Box::new(PathKvCache::new(&tokens, capacity)));
-                if len == 1 || cuda::most_sequences(heads, len) == 0 {
+                let most = cuda::most_sequences([heads, shape.kv_heads], head_dim, len);
+                if len == 1 || most == 0 {
                     return tensor(B::from_cuda(cache.extend(&op, &tokens)));
                 }
-                cache.fill(&op, &tokens);
+                cache.fill(&op, &tokens, most);
                 attend(&op, inputs, None, path)
             }
         }
@@ -318,9 +321,10 @@ fn attend<B: OpBackend>(
     documents: DocumentStarts<B>,
     path: ExecPath,
 ) -> Tensor<B, 4> {
-    let [batch, heads, len, _] = inputs.q.dims();
+    let [batch, heads, len, head_dim] = inputs.q.dims();
+    let heads = [heads, inputs.k.dims()[1]];
     let most = match path {
-        ExecPath::Kernel(DeviceKind::Cuda) => cuda::most_sequences(heads, len),
+        ExecPath::Kernel(DeviceKind::Cuda) => cuda::most_sequences(heads, head_dim, len),
         _ => batch,
     };
     let outputs = (0..batch).step_by(most).map(|first| {
@@ -328,8 +332,15 @@ fn attend<B: OpBackend>(
         let documents = documents.clone().map(|x| x.narrow(0, first, count));
         path_attention(op, inputs.narrow(first, count), documents, path)
     });
-    let mut outputs: Vec<_> = outputs.collect();
-    if outputs.len() == 1 { outputs.remove(0) } else { Tensor::cat(outputs, 0) }
+    one_after_another(outputs.collect(), 0)
+}
+
+/// Tensors one after another along a dimension. A single one is not copied.
+fn one_after_another<B: OpBackend, const D: usize>(
+    mut tensors: Vec<Tensor<B, D>>,
+    dim: usize,
+) -> Tensor<B, D> {
+    if tensors.len() == 1 { tensors.remove(0) } else { Tensor::cat(tensors, dim) }
 }
 
 /// The tokens so far.

@@ -21,6 +21,7 @@ use crate::attention::flash::weight::{Sinks, SoftmaxWeight, sinks};
 use crate::attention::flash::{
     CacheBuffer, FlashAttention, Strides, as_u32, decode, expired, padded, strides,
 };
+use crate::attention::path::one_after_another;
 use crate::attention::path::token_blocks::BlockTransform;
 use crate::backend::{primitive, tensor};
 use crate::cuda::{CudaTensor, buffer, contiguous, empty, narrow, unshare, zeros};
@@ -48,9 +49,9 @@ pub struct Tokens {
 }
 
 impl Tokens {
-    /// The tokens in a range.
-    fn narrow(&self, range: std::ops::Range<usize>) -> Self {
-        let cut = |x: &CudaTensor| narrow(x, 2, range.clone());
+    /// The sequences (dimension 0) or tokens (2) in a range.
+    fn narrow(&self, dim: usize, range: std::ops::Range<usize>) -> Self {
+        let cut = |x: &CudaTensor| narrow(x, dim, range.clone());
         Tokens {
             q: cut(&self.q),
             k: cut(&self.k),
@@ -122,31 +123,38 @@ impl PathKvCache {
 
     /// Appends tokens one by one and returns their outputs, `[batch, heads, tokens, head_dim]`.
     pub(in crate::attention::path) fn extend(&mut self, op: &Path, tokens: &Tokens) -> CudaTensor {
-        let mut outputs: Vec<Tensor<Cuda, 4>> = (0..tokens.len())
-            .map(|t| {
-                let token = tokens.narrow(t..t + 1);
-                let queries = self.append(op, &token);
-                let output = self.attend(op, &token, queries);
-                self.close_block();
-                tensor(output)
-            })
-            .collect();
-        primitive(if outputs.len() == 1 { outputs.remove(0) } else { Tensor::cat(outputs, 2) })
+        let outputs = (0..tokens.len()).map(|t| {
+            let token = tokens.narrow(2, t..t + 1);
+            let queries = self.append(op, &token);
+            let output = self.attend(op, &token, queries);
+            self.close_block();
+            tensor::<Cuda, 4>(output)
+        });
+        primitive(one_after_another(outputs.collect(), 2))
     }
 
-    /// Fills an empty cache with tokens, whose outputs come from elsewhere.
-    pub(in crate::attention::path) fn fill(&mut self, op: &Path, tokens: &Tokens) {
+    /// Fills an empty cache with tokens, whose outputs come from elsewhere, at most `most` sequences at a time.
+    pub(in crate::attention::path) fn fill(&mut self, op: &Path, tokens: &Tokens, most: usize) {
         let full = tokens.len() / BLOCK * BLOCK;
         if full > 0 {
-            let blocks = tokens.narrow(0..full);
-            let Tokens { q, k, v, w, beta, log_decay } = &blocks;
-            let call = Call::new(op, [q, k, v, w, beta], log_decay.as_ref(), None);
-            let MovedBlocks { k, r, .. } = call.blocks.moved();
-            let r = joined::<6>(&r, 3).squeeze_dim::<5>(3);
-            let (k, parts) = merge_all(tensor::<Cuda, 4>(k).swap_dims(1, 2), r);
+            let blocks = tokens.narrow(2, 0..full);
+            let batch = self.newest[0].meta.shape()[0];
+            let (keys, transforms) = (0..batch)
+                .step_by(most)
+                .map(|first| {
+                    let Tokens { q, k, v, w, beta, log_decay } =
+                        &blocks.narrow(0, first..batch.min(first + most));
+                    let call = Call::new(op, [q, k, v, w, beta], log_decay.as_ref(), None);
+                    let MovedBlocks { k, r, .. } = call.blocks.moved();
+                    let r = joined::<6>(&r, 3).squeeze_dim::<5>(3);
+                    (tensor::<Cuda, 4>(k).swap_dims(1, 2), r)
+                })
+                .unzip();
+            let keys = one_after_another(keys, 0);
+            let (k, parts) = merge_all(keys, one_after_another(transforms, 0));
             self.keys.append(primitive(k.cast(DType::BF16)));
-            self.values.append(v.clone());
-            if let (Some(sums), Some(log_decay)) = (&mut self.decay, log_decay) {
+            self.values.append(blocks.v);
+            if let (Some(sums), Some(log_decay)) = (&mut self.decay, &blocks.log_decay) {
                 sums.append(log_decay);
             }
             for (level, transform) in parts {
@@ -154,7 +162,7 @@ impl PathKvCache {
             }
         }
         for t in full..tokens.len() {
-            self.append(op, &tokens.narrow(t..t + 1));
+            self.append(op, &tokens.narrow(2, t..t + 1));
         }
     }
 

@@ -1,16 +1,16 @@
-//! The softmax over the keys of a query's own block and of all levels.
+//! What all levels give together: the softmax over a query's keys, and sums of gradients.
 
 use burn::tensor::{DType, bf16};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
-use super::parts::Level;
+use super::parts::{Half, Level};
 use crate::attention::flash::weight::SoftmaxOutput;
 use crate::attention::flash::{Heads, as_u32};
 use crate::cuda::{CudaTensor, buffer, empty};
 use crate::ops::cuda::{THREADS, blocks, dim, dims, elements};
 use crate::tile::product::Quad;
-use crate::tile::{CHUNK, Chunk, LOG2_E, MASKED, RowStrides, exp2};
+use crate::tile::{CHUNK, Chunk, MASKED, RowStrides, define_exp2, exp2, log2};
 
 /// Lanes that join a row's attention.
 const LANES_PER_ROW: usize = 8;
@@ -23,9 +23,9 @@ struct OfLevel {
     lse: Array<f32>,
 }
 
-/// Joins softmax attention over the queries' own blocks, `o` `[batch, tokens, heads, channels]` and `lse` `[batch, heads,
-/// tokens]` in f32 and base 2, with that over the levels' keys. Returns the outputs, like `o` in bf16; `lse` becomes the
-/// log-sum-exp over all keys.
+/// Joins softmax attention over the queries' own blocks, `o` `[batch, tokens, heads, channels]` and `lse`
+/// `[batch, heads, tokens]` in f32 and base 2, with that over the levels' keys. Returns the outputs, like `o` in bf16;
+/// `lse` becomes the log-sum-exp over all keys.
 pub fn join_attention(
     o: &CudaTensor,
     lse: &CudaTensor,
@@ -53,53 +53,65 @@ pub fn join_attention(
             buffer(lse, 1),
             of_levels.collect(),
             buffer(&joined, CHUNK),
-            levels.first().map_or(1, |level| as_u32(level.part)),
             as_u32(rows),
             as_u32(tokens),
             heads as u32,
             as_u32(channels / CHUNK),
+            first_part(levels),
         );
     }
     joined
 }
 
-/// A token's place in the second part of a pair.
+/// A token's place in a part of a level.
 #[derive(CubeType, Clone, Copy)]
-struct Second {
-    /// Whether it is in one.
+struct InPart {
+    /// Whether it is in such a part, of a pair.
     exists: bool,
     /// The pair, in `[batch, pairs]`.
     sequence: usize,
     /// The token in the part.
-    in_part: usize,
+    token: usize,
 }
 
 #[cube]
-impl Second {
-    fn new(batch: u32, token: u32, part: u32, tokens: u32) -> Second {
-        let pairs = (tokens + part - 1) / part / 2;
-        let position = token / part;
-        Second {
-            exists: position % 2 == 1,
-            sequence: (batch * pairs + position / 2) as usize,
-            in_part: (token % part) as usize,
+impl InPart {
+    /// In the `half` of the pairs of level `level`, if parts of the first level have `part` tokens. Where there is no
+    /// such part, it is the first token of the first one, so that a load need not wait for a branch.
+    fn new(
+        batch: u32,
+        token: u32,
+        tokens: u32,
+        #[comptime] part: usize,
+        #[comptime] level: usize,
+        #[comptime] half: Half,
+    ) -> InPart {
+        let part = comptime!((part << level) as u32);
+        let pairs = (tokens + comptime!(part - 1)) / part / 2;
+        let (pair, position) = (token / part / 2, token / part % 2);
+        let exists = (pair < pairs) & (position == comptime!(half as u32));
+        InPart {
+            exists,
+            sequence: select(exists, batch * pairs + pair, 0u32) as usize,
+            token: select(exists, token % part, 0u32) as usize,
         }
     }
 }
 
 /// See [`join_attention`]; `part` is the number of tokens of a part at the first level.
-#[cube(launch_unchecked, address_type = "u64")]
+#[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
 fn join(
     o: &Array<Quad>,
     lse: &mut Array<f32>,
     levels: &Sequence<OfLevel>,
     joined: &mut Array<Chunk>,
-    part: u32,
     rows: u32,
     tokens: u32,
     heads: u32,
     chunks: u32,
+    #[comptime] part: usize,
 ) {
+    define_exp2();
     // Divides in 32 bits, which is faster. A row past the last one reads that, and writes nothing.
     let own_row = (ABSOLUTE_POS / LANES_PER_ROW) as u32;
     let exists = own_row < rows;
@@ -112,17 +124,13 @@ fn join(
     #[unroll]
     for i in 0..levels.len() {
         let level = levels.index(i);
-        let of_level = Second::new(batch, token, part << comptime!(i as u32), tokens);
+        let of_level = InPart::new(batch, token, tokens, part, i, Half::Second);
+        let sequence = of_level.sequence * heads as usize + head as usize;
+        let found = level.lse[sequence * comptime!(part << i) + of_level.token];
         // A query that sees no key of the level has an lse of −MASKED.
-        let mut other = f32::cast_from(MASKED);
-        if of_level.exists {
-            let sequence = of_level.sequence * heads as usize + head as usize;
-            let found =
-                level.lse[sequence * (part << comptime!(i as u32)) as usize + of_level.in_part];
-            other = select(found < comptime!(-MASKED), found, MASKED);
-        }
-        weights[i] = other;
-        most = max(most, other);
+        let sees = of_level.exists & (found < comptime!(-MASKED));
+        weights[i] = select(sees, found, MASKED);
+        most = max(most, weights[i]);
     }
     let weight = exp2(own - most);
     let mut sum = weight;
@@ -148,15 +156,12 @@ fn join(
         #[unroll]
         for i in 0..levels.len() {
             let level = levels.index(i);
-            let of_level = Second::new(batch, token, part << comptime!(i as u32), tokens);
-            if of_level.exists {
-                let from = level.strides.base(of_level.sequence, head as usize)
-                    + of_level.in_part * level.strides.row as usize;
-                let further = level.o[from + chunk];
-                #[unroll]
-                for c in 0..CHUNK {
-                    values[c] += f32::cast_from(further[c]) * weights[i];
-                }
+            let of_level = InPart::new(batch, token, tokens, part, i, Half::Second);
+            let further = level.o[chunk_at(&of_level, &level.strides, head) + chunk];
+            #[unroll]
+            for c in 0..CHUNK {
+                let value = f32::cast_from(further[c]) * weights[i];
+                values[c] += select(of_level.exists, value, 0f32);
             }
         }
         let mut rounded = Chunk::cast_from(0f32);
@@ -170,6 +175,99 @@ fn join(
     // All lanes of the row have read it.
     sync_plane();
     if exists & (lane == 0) {
-        lse[at] = most + Log::ln(sum) * LOG2_E;
+        lse[at] = most + log2(sum);
+    }
+}
+
+/// The first chunk of a row.
+#[cube]
+fn chunk_at(of: &InPart, strides: &RowStrides, head: u32) -> usize {
+    strides.base(of.sequence, head as usize) + of.token * strides.row as usize
+}
+
+/// Vectors of one level's parts, `[batch · pairs, heads, part, channels]`.
+#[derive(CubeType, CubeLaunch)]
+struct PartVectors {
+    chunks: Array<Chunk>,
+    strides: RowStrides,
+}
+
+/// The sums over all levels of what their first parts have, `[batch · pairs, heads, part, channels]` in bf16 each.
+/// Returns a tensor `shape`, `[batch, tokens, heads, channels]`, in f32.
+pub fn sum_of_levels(
+    like: &CudaTensor,
+    shape: [usize; 4],
+    levels: &[Level],
+    of_levels: &[CudaTensor],
+) -> CudaTensor {
+    let [_, tokens, heads, channels] = shape;
+    let sums = empty(like, &shape, DType::F32);
+    let count = elements(&sums) / CHUNK;
+    let of_levels = of_levels.iter().map(|x| {
+        let x = Heads::new(x);
+        PartVectorsLaunch::new(buffer(&x.tensor, CHUNK), x.row_strides())
+    });
+    // SAFETY: a thread writes one chunk, and reads those of its token.
+    unsafe {
+        sum_parts::launch_unchecked::<CudaRuntime>(
+            &like.client,
+            blocks(count, THREADS),
+            dim(THREADS),
+            of_levels.collect(),
+            buffer(&sums, 4),
+            as_u32(count),
+            as_u32(tokens),
+            as_u32(heads),
+            as_u32(channels / CHUNK),
+            first_part(levels),
+        );
+    }
+    sums
+}
+
+/// Tokens of a part of the first level.
+fn first_part(levels: &[Level]) -> usize {
+    levels.first().map_or(1, |level| level.part)
+}
+
+/// See [`sum_of_levels`]; `part` is the number of tokens of a part at the first level.
+#[cube(launch_unchecked, address_type = "u64")]
+fn sum_parts(
+    levels: &Sequence<PartVectors>,
+    sums: &mut Array<Quad>,
+    count: u32,
+    tokens: u32,
+    heads: u32,
+    chunks: u32,
+    #[comptime] part: usize,
+) {
+    let at = ABSOLUTE_POS;
+    if at < count as usize {
+        let (row, chunk) = (at as u32 / chunks, at as u32 % chunks);
+        let (head, token, batch) = (row % heads, row / heads % tokens, row / heads / tokens);
+        let mut values = Array::<f32>::new(CHUNK);
+        #[unroll]
+        for c in 0..CHUNK {
+            values[c] = 0f32;
+        }
+        #[unroll]
+        for i in 0..levels.len() {
+            let level = levels.index(i);
+            let of_level = InPart::new(batch, token, tokens, part, i, Half::First);
+            let further = level.chunks[chunk_at(&of_level, &level.strides, head) + chunk as usize];
+            #[unroll]
+            for c in 0..CHUNK {
+                values[c] += select(of_level.exists, f32::cast_from(further[c]), 0f32);
+            }
+        }
+        #[unroll]
+        for half in 0..2usize {
+            let mut four = Quad::cast_from(0f32);
+            #[unroll]
+            for c in 0..4usize {
+                four[c] = values[comptime!(4 * half + c)];
+            }
+            sums[at * 2 + half] = four;
+        }
     }
 }

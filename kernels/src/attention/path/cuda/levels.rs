@@ -4,7 +4,6 @@
 use burn::tensor::DType;
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
-use cubecl::zspace::metadata::Metadata;
 
 use super::blocks::{BLOCK, MovedBlocks};
 use super::moves::{
@@ -18,23 +17,22 @@ use crate::attention::flash::hooks::{Hooks, LaunchOf, NoBiases, PlainOperands, S
 use crate::attention::flash::weight::{
     Sinks, SoftmaxOutput, SoftmaxSavedRowsLaunch, SoftmaxWeight, sinks,
 };
-use crate::cuda::{CudaTensor, buffer, empty, reshaped, zeros};
+use crate::cuda::{CudaTensor, buffer, empty, narrow, reshaped, zeros};
 use crate::ops::cuda::{as_u32, dims, elements};
-use crate::tile::warpgroup::GROUP_WARPS;
+use crate::tile::warpgroup::GROUP_THREADS;
 use crate::tile::{CHUNK, MASKED};
 
-/// Threads of a warpgroup.
-const WARPGROUP: u32 = 32 * GROUP_WARPS as u32;
-
-/// The queries and keys of all levels, in bf16, and the transforms of their parts.
+/// The queries and keys of all levels and the transforms of their parts, in bf16: of each, one level after the other.
 #[derive(Clone, Debug)]
 pub struct Moved {
-    /// Queries at the starts of their parts, of each level's second parts, `[batch · pairs, heads, part, head_dim]`.
-    q: Vec<CudaTensor>,
+    /// Queries at the starts of their parts, of each level's second parts, `[batch · pairs · part, heads, head_dim]`.
+    pub q: CudaTensor,
     /// Keys at the ends of their parts, of each level's first parts, likewise.
-    k: Vec<CudaTensor>,
-    /// R of each level but the last, as the sum of two, `[batch, parts, kv_heads, 2, head_dim, head_dim]` in bf16.
-    transforms: Vec<CudaTensor>,
+    pub k: CudaTensor,
+    /// R of the blocks, as the sum of two, `[batch · parts, kv_heads, 2, head_dim, head_dim]`.
+    pub blocks: CudaTensor,
+    /// R of each further level but the last, whose vectors do not move, likewise.
+    pub above: CudaTensor,
 }
 
 /// What a level's scores see beside its vectors.
@@ -95,11 +93,11 @@ pub struct LevelRows {
 
 /// The gradients of a level's attention.
 pub struct LevelGradients {
-    /// Of [`LevelRows`].
+    /// Of the queries of [`LevelRows`].
     pub dq: CudaTensor,
-    /// As dq.
+    /// Of its keys.
     pub dk: CudaTensor,
-    /// As dq.
+    /// Of its values.
     pub dv: CudaTensor,
     /// Σ_j dS_ij, `[batch · pairs, heads, 2 · part]`, and Σ_i dS_ij, `[batch · pairs, heads, part]`.
     pub sums: Option<[CudaTensor; 2]>,
@@ -116,7 +114,7 @@ pub struct Saved<'a> {
 }
 
 impl Masks {
-    /// Calls `run` with the level's attention.
+    /// Runs `with` on the level's attention.
     fn attention<R>(&self, level: &Level, rows: &LevelRows, with: impl LevelWork<Output = R>) -> R {
         let documents = self.documents.as_ref().map(|x| level.documents(x));
         let decay = self.decay.as_ref().map(|DecaySums { within, before }| {
@@ -206,56 +204,73 @@ impl LevelWork for Backward {
 
 impl Moved {
     /// From the blocks' results.
-    pub fn new(levels: &[Level], MovedBlocks { q, k, r, .. }: MovedBlocks) -> Self {
-        let (transforms, above) = merge_all(levels, &r);
-        let all = |x, moving| move_through(levels, x, &r, &above, moving);
-        Moved { q: all(&q, Moving::Queries), k: all(&k, Moving::Keys), transforms }
+    pub fn new(levels: &[Level], MovedBlocks { q, k, r, .. }: &MovedBlocks) -> Self {
+        let [batch, parts, kv_heads, _, head_dim, _] = dims(r)[..] else {
+            unreachable!("transforms have six dimensions")
+        };
+        let blocks = reshaped(r, &[batch * parts, kv_heads, 2, head_dim, head_dim]);
+        let above = merge_all(levels, &blocks);
+        let all = |x, moving| move_through(levels, x, &blocks, &above, moving);
+        Moved { q: all(q, Moving::Queries), k: all(k, Moving::Keys), blocks, above }
     }
 
     /// The rows of a level's attention; `values` is `[batch, kv_heads, tokens, head_dim]`.
-    pub fn rows(&self, number: usize, level: &Level, values: &CudaTensor) -> LevelRows {
-        LevelRows {
-            q: self.q[number].clone(),
-            k: self.k[number].clone(),
-            v: level.take(values, Half::First),
-        }
+    pub fn rows(&self, levels: &[Level], number: usize, values: &CudaTensor) -> LevelRows {
+        let level = &levels[number];
+        let rows = |level: &Level| level.sequences() * level.part;
+        let first = levels[..number].iter().map(rows).sum();
+        let of = |all: &CudaTensor| {
+            let mut x = leading(all, first, [level.sequences(), level.part]);
+            x.meta.swap(1, 2);
+            x
+        };
+        LevelRows { q: of(&self.q), k: of(&self.k), v: level.take(values, Half::First) }
     }
 
-    /// R of a level's parts, but for the last level.
-    pub fn transforms(&self, number: usize) -> Option<&CudaTensor> {
-        self.transforms.get(number)
+    /// R of a level's parts, `[batch, parts, kv_heads, 2, head_dim, head_dim]`, but for the last level.
+    pub fn transforms(&self, levels: &[Level], number: usize) -> CudaTensor {
+        let shape = |level: &Level| [level.batch, level.parts()];
+        match number {
+            0 => leading(&self.blocks, 0, shape(&levels[0])),
+            _ => {
+                let parts = |level: &Level| level.batch * level.parts();
+                let first = levels[1..number].iter().map(parts).sum();
+                leading(&self.above, first, shape(&levels[number]))
+            }
+        }
     }
 }
 
-/// R of all levels but the last, whose vectors do not move; those above the first also as one tensor.
-fn merge_all(levels: &[Level], blocks: &CudaTensor) -> (Vec<CudaTensor>, CudaTensor) {
-    let [batch, _, kv_heads, _, head_dim, _] = dims(blocks)[..] else {
-        unreachable!("transforms have six dimensions")
+/// R of all levels but the first and the last.
+fn merge_all(levels: &[Level], blocks: &CudaTensor) -> CudaTensor {
+    let [_, kv_heads, _, _, head_dim] = dims(blocks)[..] else {
+        unreachable!("transforms have five dimensions")
     };
     let config = MoveConfig { head_dim };
-    let shape = |level: &Level| vec![batch, level.parts(), kv_heads, 2, head_dim, head_dim];
     let further = levels.get(1..levels.len().saturating_sub(1)).unwrap_or_default();
-    let shapes: Vec<Vec<usize>> = further.iter().map(shape).collect();
-    let (above, views) = consecutive(blocks, &shapes, DType::BF16, false);
-    let mut all = vec![blocks.clone()];
-    for merged in views {
-        let from = all.last().expect("there are the blocks'");
-        let panels = dims(&merged)[1] * config.groups();
+    let count: usize = further.iter().map(|level| level.batch * level.parts()).sum();
+    let above = empty(blocks, &[count.max(1), kv_heads, 2, head_dim, head_dim], DType::BF16);
+    let (mut from, mut parts, mut first) =
+        (blocks.clone(), levels.first().map_or(0, Level::parts), 0);
+    for level in further {
+        let merged = leading(&above, first, [level.batch, level.parts()]);
+        let panels = level.parts() * config.groups();
         // SAFETY: a block writes rows of one transform, and reads two.
         unsafe {
             merge_transforms::launch_unchecked::<CudaRuntime>(
                 &merged.client,
-                CubeCount::Static(as_u32(panels), as_u32(kv_heads), as_u32(batch)),
-                CubeDim::new_1d(WARPGROUP),
-                buffer(from, CHUNK),
+                CubeCount::Static(as_u32(panels), as_u32(kv_heads), as_u32(level.batch)),
+                CubeDim::new_1d(GROUP_THREADS as u32),
+                buffer(&from, CHUNK),
                 buffer(&merged, CHUNK),
-                as_u32(dims(from)[1]),
+                as_u32(parts),
                 config,
             );
         }
-        all.push(merged);
+        first += level.batch * level.parts();
+        (from, parts) = (merged, level.parts());
     }
-    (all, above)
+    above
 }
 
 /// The rows of all levels, from vectors `[batch, tokens, heads, head_dim]` in f32.
@@ -265,25 +280,25 @@ fn move_through(
     blocks: &CudaTensor,
     above: &CudaTensor,
     moving: Moving,
-) -> Vec<CudaTensor> {
+) -> CudaTensor {
     let [batch, tokens, heads, head_dim] = dims(x)[..] else {
         unreachable!("vectors have four dimensions")
     };
-    let kv_heads = dims(blocks)[2];
-    let shape = |level: &Level| vec![level.sequences(), level.part, heads, head_dim];
-    let shapes: Vec<Vec<usize>> = levels.iter().map(shape).collect();
+    let kv_heads = dims(blocks)[1];
+    let count: usize = levels.iter().map(|level| level.sequences() * level.part).sum();
     // No vector is written past the last token.
     let short = levels.iter().any(|level| level.pairs() * 2 * level.part > tokens);
-    let (rows, views) = consecutive(x, &shapes, DType::BF16, short);
+    let make = if short { zeros } else { empty };
+    let rows = make(x, &[count.max(1), heads, head_dim], DType::BF16);
     if levels.is_empty() {
-        return vec![];
+        return rows;
     }
     // SAFETY: a block writes the rows of its tokens.
     unsafe {
         move_vectors::launch_unchecked::<CudaRuntime>(
             &x.client,
             CubeCount::Static(as_u32(tokens / BLOCK), as_u32(heads), as_u32(batch)),
-            CubeDim::new_1d(WARPGROUP),
+            CubeDim::new_1d(GROUP_THREADS as u32),
             buffer(x, 2),
             buffer(&rows, 2),
             buffer(blocks, CHUNK),
@@ -298,37 +313,14 @@ fn move_through(
             MoveConfig { head_dim },
         );
     }
-    let heads_first = |mut x: CudaTensor| {
-        x.meta.swap(1, 2);
-        x
-    };
-    views.into_iter().map(heads_first).collect()
+    rows
 }
 
-/// One tensor of all elements, zero if `zeroed`, else uninitialised, and views of these shapes one after the other.
-fn consecutive(
-    like: &CudaTensor,
-    shapes: &[Vec<usize>],
-    dtype: DType,
-    zeroed: bool,
-) -> (CudaTensor, Vec<CudaTensor>) {
-    let count = |shape: &Vec<usize>| shape.iter().product::<usize>();
-    let total = shapes.iter().map(count).sum::<usize>().max(1);
-    let all = if zeroed { zeros(like, &[total], dtype) } else { empty(like, &[total], dtype) };
-    let mut first = 0;
-    let views = shapes.iter().map(|shape| {
-        let mut view = all.clone();
-        view.handle = view.handle.offset_start((first * dtype.size()) as u64);
-        let mut strides = vec![1; shape.len()];
-        for i in (1..shape.len()).rev() {
-            strides[i - 1] = strides[i] * shape[i];
-        }
-        *view.meta = Metadata::new(shape.clone(), strides);
-        first += count(shape);
-        view
-    });
-    let views = views.collect();
-    (all, views)
+/// A view of the contiguous `x` from `first` on, with `shape` in place of its first dimension.
+fn leading(x: &CudaTensor, first: usize, shape: [usize; 2]) -> CudaTensor {
+    let count = shape.iter().product::<usize>();
+    let further = &dims(x)[1..];
+    reshaped(&narrow(x, 0, first..first + count), &[&shape, further].concat())
 }
 
 /// The gradients of a level's vectors and transforms, each as the sum of two in bf16.
@@ -451,7 +443,7 @@ fn merge(
         merge_gradients::launch_unchecked::<CudaRuntime>(
             &gradients.client,
             CubeCount::Static(as_u32(panels), as_u32(kv_heads), as_u32(batch)),
-            CubeDim::new_1d(WARPGROUP),
+            CubeDim::new_1d(GROUP_THREADS as u32),
             buffer(of_pairs, CHUNK),
             buffer(transforms, CHUNK),
             buffer(pieces, 2),

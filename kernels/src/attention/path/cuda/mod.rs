@@ -1,4 +1,4 @@
-//! PaTH on CUDA's tensor cores, in bf16, in memory linear in seq_len (`docs/path.md`): kernels for blocks of 64
+//! PaTH on CUDA's tensor cores, in bf16, in memory linear in seq_len but for logarithms (`docs/path.md`): kernels for blocks of 64
 //! tokens, and for each level above them attention on the flash core and moves by products with transforms.
 
 // Device code has no `div_ceil` or `is_multiple_of`.
@@ -17,7 +17,7 @@ use burn::tensor::DType;
 
 use self::blocks::{BLOCK, BlockGrads, BlockUpstream, Blocks, OwnAttention};
 pub use self::decode::{PathKvCache, Tokens};
-use self::join::join_attention;
+use self::join::{join_attention, sum_of_levels};
 use self::levels::{Masks, Moved, MovedGradients, Saved};
 use self::parts::{Half, Level};
 use super::op::Path;
@@ -32,10 +32,13 @@ pub fn serves(dtype: DType, batch: usize, heads: usize, head_dim: usize) -> bool
     flash::serves(dtype, batch * heads, head_dim) && Blocks::serve(dtype, head_dim)
 }
 
-/// The most sequences of `seq_len` tokens and `heads` query heads in one call: a grid has at most 65,535 blocks along
-/// its second dimension, and a level's pairs of parts are sequences of their own.
-pub fn most_sequences(heads: usize, seq_len: usize) -> usize {
-    65_535 / (heads * seq_len.div_ceil(2 * BLOCK).max(1))
+/// The most sequences of `seq_len` tokens, with [query heads, kv heads] of `head_dim` channels, in one call: a grid has
+/// at most 65,535 blocks along its second dimension, where a level's pairs of parts are sequences of their own; and see
+/// [`Blocks::most_tokens`].
+pub fn most_sequences(heads: [usize; 2], head_dim: usize, seq_len: usize) -> usize {
+    let of_grid = 65_535 / (heads[0] * seq_len.div_ceil(2 * BLOCK).max(1));
+    let of_blocks = Blocks::most_tokens(heads, head_dim) / seq_len.next_multiple_of(BLOCK).max(1);
+    of_grid.min(of_blocks)
 }
 
 /// One call: its blocks, and the levels above them.
@@ -81,25 +84,27 @@ pub(super) fn forward(
         unreachable!("q has four dimensions")
     };
     let served = serves(inputs[0].dtype, batch, heads, head_dim)
-        && batch <= most_sequences(heads, tokens)
+        && batch <= most_sequences([heads, dims(inputs[1])[1]], head_dim, tokens)
         && inputs.iter().all(|x| !dims(x).contains(&0));
     if !served {
         return None;
     }
     let call = Call::new(op, inputs, decay, documents);
-    let (moved, OwnAttention { o, lse }) = call.blocks.forward();
-    let moved = Moved::new(&call.levels, moved);
+    let (of_blocks, OwnAttention { o, lse }) = call.blocks.forward();
+    let moved = Moved::new(&call.levels, &of_blocks);
     let of_levels = call.levels.iter().enumerate().map(|(i, level)| {
-        let rows = moved.rows(i, level, call.v);
+        let rows = moved.rows(&call.levels, i, call.v);
         call.masks.attend(level, &rows)
     });
     let of_levels: Vec<_> = of_levels.collect();
     let mut output = join_attention(&o, &lse, &call.levels, &of_levels);
     output.meta.swap(1, 2);
-    let saved = match needs {
-        true => inputs.into_iter().chain(decay).chain([&output, &lse]).cloned().collect(),
-        false => vec![],
-    };
+    let mut saved = vec![];
+    if needs {
+        let Moved { q, k, blocks, above } = &moved;
+        let kept = [&output, &lse, &of_blocks.inverses, q, k, blocks, above];
+        saved = inputs.into_iter().chain(decay).chain(kept).cloned().collect();
+    }
     Some(Forward { output, saved })
 }
 
@@ -110,49 +115,54 @@ pub(super) fn backward(
     documents: Option<&CudaTensor>,
     grad: &CudaTensor,
 ) -> Vec<CudaTensor> {
-    let [q, k, v, w, beta, decay @ .., output, lse] = saved else {
-        unreachable!("the forward pass saves its inputs, o and lse")
+    let [q, k, v, w, beta, decay @ .., output, lse, inverses, moved_q, moved_k, blocks, above] =
+        saved
+    else {
+        unreachable!("the forward pass saves its inputs, o and lse, and what it has moved")
     };
     let call = Call::new(op, [q, k, v, w, beta], decay.first(), documents);
     let delta = row_dots(&Heads::new(output), &Heads::new(grad));
     let saved = Saved { grad, lse, delta: &delta };
-
-    let moved = call.blocks.moved();
-    let inverses = moved.inverses.clone();
-    let moved = Moved::new(&call.levels, moved);
+    let [moved_q, moved_k, blocks, above] = [moved_q, moved_k, blocks, above].map(Clone::clone);
+    let moved = Moved { q: moved_q, k: moved_k, blocks, above };
     let [batch, heads, tokens, head_dim] = dims(q)[..] else {
         unreachable!("q has four dimensions")
     };
     let kv_heads = dims(k)[1];
     let padded = tokens.next_multiple_of(BLOCK);
-    let dv = zeros(q, &[batch, padded, kv_heads, head_dim], DType::F32);
     let of_queries = [batch, heads, tokens];
     let sums = decay.first().map(|x| [(); 2].map(|()| zeros(x, &of_queries, DType::F32)));
     let of_vectors = [heads, kv_heads].map(|heads| [batch, padded, heads, head_dim]);
     let mut gradients: Option<MovedGradients> = None;
+    let mut of_values = Vec::with_capacity(call.levels.len());
     for (i, level) in call.levels.iter().enumerate().rev() {
-        let rows = moved.rows(i, level, v);
+        let rows = moved.rows(&call.levels, i, v);
         let of_scores = call.masks.backward(level, &rows, &saved);
-        level.add(&dv, &of_scores.dv, Half::First);
         if let (Some([ds_rows, ds_columns]), Some([rows, columns])) = (&sums, &of_scores.sums) {
             level.add_rows(ds_rows, rows, level.half(Half::Second), level.part);
             level.add_rows(ds_columns, columns, level.half(Half::First), 0);
         }
-        gradients = Some(match (gradients, moved.transforms(i)) {
-            (Some(next), Some(transforms)) => next.retreat(level, &rows, &of_scores, transforms),
-            _ => MovedGradients::last(q, of_vectors, Some((level, &of_scores))),
+        gradients = Some(match gradients {
+            Some(next) => {
+                let transforms = moved.transforms(&call.levels, i);
+                next.retreat(level, &rows, &of_scores, &transforms)
+            }
+            None => MovedGradients::last(q, of_vectors, Some((level, &of_scores))),
         });
+        of_values.push(of_scores.dv);
     }
+    of_values.reverse();
+    let d_v = sum_of_levels(q, of_vectors[1], &call.levels, &of_values);
     let gradients = gradients.unwrap_or_else(|| MovedGradients::last(q, of_vectors, None));
     let BlockGrads { q, k, v, w, beta } = call.blocks.backward(
-        &inverses,
+        inverses,
         &BlockUpstream {
             d_o: grad,
             lse,
             delta: &delta,
             d_q: &gradients.q,
             d_k: &gradients.k,
-            d_v: &dv,
+            d_v: &d_v,
             d_r: &gradients.transforms,
             ds: sums.as_ref().map(|sums| sums.each_ref()),
         },

@@ -7,12 +7,10 @@
 use cubecl::prelude::*;
 
 use super::split::{SplitRows, SplitTile, panels, split_fragments};
-use crate::tile::copies::wait_for_chunks;
+use crate::tile::copies::{finish_copies, wait_for_chunks};
 use crate::tile::roles::three_blocks_per_multiprocessor;
-use crate::tile::warpgroup::{
-    GROUP_ROWS, GROUP_WARPS, set_a_frag, start_abt, start_pb, uninit, wait,
-};
-use crate::tile::{AFragments, Bf16Pair, CHUNK, Chunk, PANEL_DIM, Pair};
+use crate::tile::warpgroup::{GROUP_ROWS, GROUP_THREADS, start_abt, start_pb, uninit, wait};
+use crate::tile::{AFragments, Bf16Pair, CHUNK, Chunk, PANEL_DIM, Pair, split_pair};
 
 /// Whose vectors move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -38,7 +36,7 @@ impl MoveConfig {
 
     /// Threads of a block that moves gradients.
     pub const fn threads(self) -> usize {
-        32 * GROUP_WARPS * self.groups()
+        GROUP_THREADS * self.groups()
     }
 
     /// Chunks of a tile of vectors.
@@ -171,17 +169,17 @@ impl AtLevel {
     }
 
     /// Whether the level's scores are computed from the block's vectors.
-    fn serves(&self, #[comptime] moving: Moving) -> bool {
-        let mut serves = self.position % 2 == 1;
+    fn has_scores(&self, #[comptime] moving: Moving) -> bool {
+        let mut has = self.position % 2 == 1;
         if comptime!(moving == Moving::Keys) {
-            serves = (self.position % 2 == 0) & (self.position + 1 < self.parts);
+            has = (self.position % 2 == 0) & (self.position + 1 < self.parts);
         }
-        serves
+        has
     }
 
     /// Whether they move to the next level.
     fn moves(&self, sizes: &AllLevels, #[comptime] moving: Moving) -> bool {
-        self.serves(moving) & (self.level + 1 < sizes.levels)
+        self.has_scores(moving) & (self.level + 1 < sizes.levels)
     }
 
     /// Starts to copy the transform that they move by, if they do.
@@ -195,10 +193,10 @@ impl AtLevel {
         #[comptime] config: MoveConfig,
     ) {
         if self.moves(sizes, moving) {
-            let threads = comptime!(32 * GROUP_WARPS);
-            let mut other = self.position - 1;
-            if comptime!(moving == Moving::Keys) {
-                other = self.position + 1;
+            let threads = GROUP_THREADS;
+            let mut other = self.position + 1;
+            if comptime!(moving == Moving::Queries) {
+                other = self.position - 1;
             }
             let kv_heads = (sizes.heads / sizes.group) as usize;
             let kv_head = (CUBE_POS_Y / sizes.group) as usize;
@@ -235,9 +233,9 @@ pub fn move_vectors(
     #[comptime] config: MoveConfig,
 ) {
     let MoveConfig { head_dim, .. } = comptime!(config);
-    let (row_pairs, threads) = comptime!((head_dim / 2, 32 * GROUP_WARPS));
+    let (row_pairs, threads) = comptime!((head_dim / 2, GROUP_THREADS));
     if comptime!(config.groups() > 1) {
-        // As many as transforms fit its shared memory.
+        // As many as its shared memory holds transforms of 128 channels.
         three_blocks_per_multiprocessor(comptime!("move_vectors".to_string()), threads);
     }
     let (head, batch) = (CUBE_POS_Y as usize, CUBE_POS_Z as usize);
@@ -250,23 +248,21 @@ pub fn move_vectors(
     let token = CUBE_POS_X as usize * GROUP_ROWS + in_block;
     let base = ((batch * tokens + token) * heads + head) * row_pairs;
     let (mut high, mut low) = read(x, base, heads * row_pairs, config);
-    for level in 0..sizes.levels {
-        if at.serves(moving) {
+    for _ in 0..sizes.levels {
+        if at.has_scores(moving) {
             let in_part = token - at.position * at.part;
             let sequence = batch * (at.parts / 2) + at.position / 2;
             let row = at.rows + (sequence * at.part + in_part) * heads + head;
             write(&high, rows, row * row_pairs, heads * row_pairs, config);
         }
         if at.moves(&sizes, moving) {
-            wait_for_chunks();
-            sync_async_proxy_shared();
-            sync_cube();
+            finish_copies();
             advance(&mut high, &mut low, &transform, moving, config);
             // Before the transform's place is written again.
             sync_cube();
         }
         at.rise(&sizes);
-        if level + 1 < sizes.levels {
+        if at.level < sizes.levels {
             at.start_copy(&mut transform, blocks, above, &sizes, moving, config);
         }
     }
@@ -341,9 +337,9 @@ fn advance(
             let first = Pair::cast_from(high.index(comptime!(n / 2))[place]);
             let rest = Pair::cast_from(low.index(comptime!(n / 2))[place]);
             let moved = (first - acc.index(n)[r]) + rest;
-            set_a_frag(high, n, r, moved);
-            let nearest = Bf16Pair::cast_from(moved);
-            set_a_frag(low, n, r, moved - Pair::cast_from(nearest));
+            let (nearest, rest) = split_pair(moved);
+            high.index_mut(comptime!(n / 2))[place] = nearest;
+            low.index_mut(comptime!(n / 2))[place] = rest;
         }
     }
 }
@@ -360,7 +356,7 @@ pub fn merge_transforms(
     #[comptime] config: MoveConfig,
 ) {
     let MoveConfig { head_dim, .. } = comptime!(config);
-    let (threads, padded) = comptime!((32 * GROUP_WARPS, config.padded()));
+    let (threads, padded) = comptime!((GROUP_THREADS, config.padded()));
     let (panel, pair) = own_panel(config);
     let (head, batch) = (CUBE_POS_Y as usize, CUBE_POS_Z as usize);
     let (heads, parts) = (CUBE_COUNT_Y as usize, parts as usize);
@@ -376,16 +372,14 @@ pub fn merge_transforms(
         let mut right = SplitTile::new(padded, padded, 1usize);
         let of_second = SplitRows::of_matrix(first + heads, head_dim);
         right.start_copy(zero, transforms, &of_second, threads);
-        wait_for_chunks();
-        sync_async_proxy_shared();
-        sync_cube();
+        finish_copies();
         let warp = plane_shuffle(UNIT_POS / 32, 0u32) as usize;
         let mut acc = uninit(comptime!(head_dim / 8));
-        left.start_ab(&right, &mut acc);
+        left.start_ab(zero, &right, zero, &mut acc);
         wait(&mut acc, 0usize);
         // Before the tile of R_first changes.
         sync_cube();
-        right.take_off(&mut acc, row + warp * 16);
+        right.subtract_from(&mut acc, row + warp * 16);
         left.subtract(zero, &acc, warp * 16, zero);
     } else {
         wait_for_chunks();

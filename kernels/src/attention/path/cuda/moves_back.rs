@@ -10,8 +10,10 @@ use cubecl::prelude::*;
 
 use super::moves::{LevelSizes, MoveConfig, Movers, Moving, own_panel};
 use super::split::{SplitRows, SplitTile, at_most, shared_tile};
-use crate::tile::copies::{copy_chunk, wait_for_chunks};
-use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS, start_panels_atb, uninit, wait};
+use crate::tile::copies::{copy_chunk, finish_copies, wait_for_chunks};
+use crate::tile::warpgroup::{
+    GROUP_ROWS, GROUP_THREADS, GROUP_WARPS, start_panels_atb, uninit, wait,
+};
 use crate::tile::{Accumulator, CHUNK, Chunk, PANEL, PANEL_DIM, Pair, place_in, zeros};
 
 /// Most tokens of a piece: the products of a part's transform are summed by pieces, then over these.
@@ -20,8 +22,8 @@ pub const PIECE: usize = 512;
 /// Tiles in shared memory: one is loaded while the other is used.
 const STAGES: usize = 2;
 
-/// Moves gradients back in place, and adds those of this level's scores; the parts of the transforms' gradients by
-/// pieces, without their sign.
+/// Moves gradients back in place and adds those of this level's scores. Writes Σ gᵀ x, or Σ xᵀ g for keys, by pieces,
+/// which [`merge_gradients`] subtracts.
 ///
 /// - `g`: `[2, batch, tokens, heads, head_dim]`
 /// - `x`: the vectors before the move, `[batch · pairs, part, heads, head_dim]`
@@ -82,9 +84,7 @@ pub fn move_gradients(
         tiles.start(zero, g, x, &part, config);
     }
     for number in 0..count {
-        wait_for_chunks();
-        sync_async_proxy_shared();
-        sync_cube();
+        finish_copies();
         if number + 1 < count {
             tiles.start(number + 1, g, x, &part, config);
         }
@@ -217,9 +217,9 @@ impl Tiles {
         #[comptime] moving: Moving,
     ) {
         if comptime!(moving == Moving::Queries) {
-            self.g.start_ab_of_panel(at, transform, panel, acc);
+            self.g.start_ab(at, transform, panel, acc);
         } else {
-            self.g.start_abt_of_panel(at, transform, panel, acc);
+            self.g.start_abt(at, transform, panel, acc, true);
         }
     }
 
@@ -305,7 +305,7 @@ pub fn merge_gradients(
     #[comptime] config: MoveConfig,
 ) {
     let MoveConfig { head_dim, .. } = comptime!(config);
-    let (threads, padded) = comptime!((32 * GROUP_WARPS, config.padded()));
+    let (threads, padded) = comptime!((GROUP_THREADS, config.padded()));
     let (panel, pair) = own_panel(config);
     let (head, batch) = (CUBE_POS_Y as usize, CUBE_POS_Z as usize);
     let (heads, parts) = (CUBE_COUNT_Y as usize, parts as usize);
@@ -324,7 +324,7 @@ pub fn merge_gradients(
             transform.start_copy(zero, transforms, &of_second, threads);
             let mut acc = sum_pieces(pieces, pair, parts / 2, row + warp_row, count, config);
             finish_copies();
-            d_pair.start_abt(&transform, &mut acc);
+            d_pair.start_abt(zero, &transform, zero, &mut acc, false);
             wait(&mut acc, 0usize);
             // Before the tile changes.
             sync_cube();
@@ -351,14 +351,6 @@ pub fn merge_gradients(
         let to = SplitRows::of_matrix(first + heads, head_dim).rows(row);
         d_pair.store(row, gradients, &to, threads);
     }
-}
-
-/// Waits for the copies that the block has started, for products to read.
-#[cube]
-fn finish_copies() {
-    wait_for_chunks();
-    sync_async_proxy_shared();
-    sync_cube();
 }
 
 /// The sum of the pieces of a pair: the lane's rows, of 16 from `row` on.

@@ -11,7 +11,7 @@ use cubecl::zspace::metadata::Metadata;
 use crate::attention::flash::{Heads, as_u32};
 use crate::cuda::{CudaTensor, buffer, empty};
 use crate::ops::cuda::{THREADS, blocks, dim, elements};
-use crate::tile::{Bf16Pair, CHUNK, Chunk, Pair, RowStrides};
+use crate::tile::{CHUNK, Chunk, RowStrides};
 
 /// The parts of `part` tokens each into which sequences are cut.
 #[derive(Clone, Copy, Debug)]
@@ -25,7 +25,7 @@ pub struct Level {
 }
 
 /// Which part of a pair.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Half {
     /// Keys and values.
     First,
@@ -85,8 +85,8 @@ impl Level {
         Some(view)
     }
 
-    /// As [`Level::take`], always a contiguous copy `[batch · pairs, part, heads, channels]` in memory.
-    pub fn copy(&self, x: &CudaTensor, half: Half) -> CudaTensor {
+    /// A contiguous copy `[batch · pairs, part, heads, channels]` in memory.
+    fn copy(&self, x: &CudaTensor, half: Half) -> CudaTensor {
         let x = Heads::new(x);
         let [_, heads, tokens, channels] = x.dims;
         let mut copy =
@@ -230,29 +230,6 @@ impl Level {
         all
     }
 
-    /// Adds `added`, `[batch · pairs, heads, part, channels]` in bf16, to `half` of the pairs of `x`,
-    /// `[batch, tokens, heads, channels]` in f32.
-    pub fn add(&self, x: &CudaTensor, added: &CudaTensor, half: Half) {
-        let [_, tokens, heads, channels]: [usize; 4] = x.meta.shape().dims();
-        let added = Heads::new(added);
-        let count = self.sequences() * self.part * heads * channels / 2;
-        // SAFETY: a thread changes two elements.
-        unsafe {
-            add_part::launch_unchecked::<CudaRuntime>(
-                &x.client,
-                blocks(count, THREADS),
-                dim(THREADS),
-                buffer(x, 2),
-                buffer(&added.tensor, 2),
-                added.row_strides(),
-                self.sizes(half, heads),
-                as_u32(count),
-                as_u32(tokens),
-                as_u32(channels / 2),
-            );
-        }
-    }
-
     fn sizes(&self, half: Half, heads: usize) -> PartSizesLaunch<CudaRuntime> {
         PartSizesLaunch::new(
             self.pairs() as u32,
@@ -293,9 +270,6 @@ struct Place {
     /// The unit of the row.
     unit: usize,
     head: usize,
-    /// The sequence of pairs, and the token in its part.
-    sequence: usize,
-    in_part: usize,
     batch: usize,
     token: usize,
 }
@@ -310,8 +284,6 @@ impl PartSizes {
         Place {
             unit: (at % units) as usize,
             head: (row % self.heads) as usize,
-            sequence: sequence as usize,
-            in_part: in_part as usize,
             batch: (sequence / self.pairs) as usize,
             token: (pair * 2 * self.part + self.first + in_part) as usize,
         }
@@ -370,33 +342,6 @@ fn spread_part(
         }
         all[at as usize] = value;
         all[at as usize + count as usize] = Chunk::cast_from(0f32);
-    }
-}
-
-/// x += added for one part of every pair; `x` is `[batch, tokens, heads, pairs of channels]`.
-#[cube(launch_unchecked, address_type = "u64")]
-fn add_part(
-    x: &mut Array<Pair>,
-    added: &Array<Bf16Pair>,
-    strides: RowStrides,
-    sizes: PartSizes,
-    count: u32,
-    tokens: u32,
-    units: u32,
-) {
-    let at = ABSOLUTE_POS;
-    if at < count as usize {
-        let place = sizes.place(at as u32, units);
-        let (tokens, units) = (tokens as usize, units as usize);
-        if place.token < tokens {
-            let row =
-                strides.base(place.sequence, place.head) + place.in_part * strides.row as usize;
-            let from = row * comptime!(CHUNK / 2) + place.unit;
-            let to = ((place.batch * tokens + place.token) * sizes.heads as usize + place.head)
-                * units
-                + place.unit;
-            x[to] += Pair::cast_from(added[from]);
-        }
     }
 }
 

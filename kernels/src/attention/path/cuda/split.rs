@@ -11,11 +11,9 @@ use crate::Cuda;
 use crate::backend::tensor;
 use crate::cuda::{CudaTensor, narrow};
 use crate::tile::copies::copy_chunk;
-use crate::tile::warpgroup::{
-    set_a_frag, start_panels_atb, start_tile_ab, start_tile_abt, uninit_a_frags,
-};
+use crate::tile::warpgroup::{start_panels_atb, start_tile_ab, start_tile_abt, uninit_a_frags};
 use crate::tile::{
-    AFragments, ALIGN, Accumulator, Bf16Pair, CHUNK, Chunk, PANEL, PANEL_DIM, Pair, place_in,
+    AFragments, ALIGN, Accumulator, CHUNK, Chunk, PANEL, PANEL_DIM, Pair, place_in, split_pair,
 };
 
 /// Rows in global memory, each as the sum of two.
@@ -160,16 +158,15 @@ impl SplitTile {
                 let chunk = at + place_in(row, column / CHUNK + n, rows);
                 let pair = chunk * comptime!(CHUNK / 2) + lane % 4;
                 let sum = Pair::cast_from(high[pair]) + Pair::cast_from(low[pair]);
-                let left = sum - acc.index(n)[r];
-                let nearest = Bf16Pair::cast_from(left);
+                let (nearest, rest) = split_pair(sum - acc.index(n)[r]);
                 high[pair] = nearest;
-                low[pair] = Bf16Pair::cast_from(left - Pair::cast_from(nearest));
+                low[pair] = rest;
             }
         }
     }
 
     /// Takes rows of the first matrix off the lane's rows of an accumulator, as in [`SplitTile::subtract`].
-    pub fn take_off(&self, acc: &mut Accumulator, row: usize) {
+    pub fn subtract_from(&self, acc: &mut Accumulator, row: usize) {
         let rows = comptime!(self.rows);
         let lane = UNIT_POS_PLANE as usize;
         let high = self.high.to_slice().with_vector_size::<Const<2>>();
@@ -210,32 +207,9 @@ impl SplitTile {
         }
     }
 
-    /// Starts acc = A · B for a matrix A of 64 rows; B is square.
-    pub fn start_ab(&self, right: &SplitTile, acc: &mut Accumulator) {
-        let (rows, steps) = comptime!((self.rows, right.rows / 16));
-        let zero = usize::cast_from(0u32);
-        start_tile_ab(&self.high, zero, rows, &right.high, zero, acc, true, steps);
-        start_tile_ab(&self.low, zero, rows, &right.high, zero, acc, false, steps);
-        start_tile_ab(&self.high, zero, rows, &right.low, zero, acc, false, steps);
-    }
-
-    /// Starts acc += A · Bᵀ, likewise.
-    pub fn start_abt(&self, right: &SplitTile, acc: &mut Accumulator) {
-        let (rows, n, steps) = comptime!((self.rows, right.rows / 8, right.rows / 16));
-        let zero = usize::cast_from(0u32);
-        start_tile_abt(&self.high, zero, rows, &right.high, zero, acc, false, n, steps);
-        start_tile_abt(&self.low, zero, rows, &right.high, zero, acc, false, n, steps);
-        start_tile_abt(&self.high, zero, rows, &right.low, zero, acc, false, n, steps);
-    }
-
-    /// Starts acc = A · B for the 64 columns of B in a panel; A are the first 64 rows of the matrix from chunk `at` on.
-    pub fn start_ab_of_panel(
-        &self,
-        at: usize,
-        right: &SplitTile,
-        panel: usize,
-        acc: &mut Accumulator,
-    ) {
+    /// Starts acc = A · B for the columns of B from panel `panel` on, as many as `acc` has. A are the first 64 rows of
+    /// the matrix from chunk `at` on; B is square.
+    pub fn start_ab(&self, at: usize, right: &SplitTile, panel: usize, acc: &mut Accumulator) {
         let (rows, steps) = comptime!((self.rows, right.rows / 16));
         let (row, to) = (at / PANEL, panel * comptime!(right.rows * PANEL));
         start_tile_ab(&self.high, row, rows, &right.high, to, acc, true, steps);
@@ -243,17 +217,18 @@ impl SplitTile {
         start_tile_ab(&self.high, row, rows, &right.low, to, acc, false, steps);
     }
 
-    /// As [`SplitTile::start_ab_of_panel`], A · Bᵀ for 64 rows of B.
-    pub fn start_abt_of_panel(
+    /// As [`SplitTile::start_ab`], A · Bᵀ for rows of B; unless `fresh`, adds it to `acc`.
+    pub fn start_abt(
         &self,
         at: usize,
         right: &SplitTile,
         panel: usize,
         acc: &mut Accumulator,
+        #[comptime] fresh: bool,
     ) {
         let (rows, n, steps) = comptime!((self.rows, right.rows / 8, right.rows / 16));
         let (row, to) = (at / PANEL, panel * comptime!(PANEL_DIM * PANEL));
-        start_tile_abt(&self.high, row, rows, &right.high, to, acc, true, n, steps);
+        start_tile_abt(&self.high, row, rows, &right.high, to, acc, fresh, n, steps);
         start_tile_abt(&self.low, row, rows, &right.high, to, acc, false, n, steps);
         start_tile_abt(&self.high, row, rows, &right.low, to, acc, false, n, steps);
     }
@@ -281,10 +256,10 @@ pub fn split_fragments(acc: &Accumulator, #[comptime] n: usize) -> (AFragments, 
     for column in 0..n {
         #[unroll]
         for row in 0..2usize {
-            let pair = acc.index(column)[row];
-            let nearest = Bf16Pair::cast_from(pair);
-            set_a_frag(&mut high, column, row, pair);
-            set_a_frag(&mut low, column, row, pair - Pair::cast_from(nearest));
+            let (nearest, rest) = split_pair(acc.index(column)[row]);
+            let place = comptime!(column % 2 * 2 + row);
+            high.index_mut(comptime!(column / 2))[place] = nearest;
+            low.index_mut(comptime!(column / 2))[place] = rest;
         }
     }
     (high, low)

@@ -106,7 +106,7 @@ fn decoding_after_a_prompt_agrees_with_whole_sequences() {
         };
         let (prefix, rest) = (cut(0, prompt), cut(prompt, case.sample.len() - prompt));
         let mut cache = PathKvCache::new(&prefix, 0);
-        cache.fill(&op, &prefix);
+        cache.fill(&op, &prefix, 1);
         let got = values(tensor::<Cuda, 4>(cache.extend(&op, &rest)));
 
         let row = case.sample.len() * case.sample.head_dim;

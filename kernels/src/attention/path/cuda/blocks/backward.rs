@@ -12,10 +12,10 @@ use super::memory::{
     keep_lower, read_numbers, scale_rows, start_head, start_inverse, write_numbers,
 };
 use super::product::{
-    Product, WarpTile, add_product, finish_loads, product, read, start_load, start_product, sync,
-    write,
+    Product, WarpTile, add_product, product, read, start_load, start_product, sync, write,
 };
 use crate::attention::flash::HeadPairs;
+use crate::tile::copies::finish_copies;
 use crate::tile::warpgroup::wait;
 use crate::tile::{ALIGN, Accumulator, CHUNK, Chunk, Pair, define_exp2, exp2, scale, zeros};
 
@@ -156,7 +156,7 @@ fn weigh(
         numbers.lse[row] = upstream.lse[at];
         numbers.delta[row] = upstream.delta[at];
     }
-    finish_loads();
+    finish_copies();
     let mut scores = begin_head(arena, shape, config);
     let p = comptime!(Product::ab(config.c(), config.m(), config.squares()));
     let tile = WarpTile::new(p);
@@ -303,7 +303,7 @@ fn move_back(
     let (ds, dc) = comptime!((config.ds(), config.dc()));
     let heads = shape.heads as usize;
     start_moved(arena, &upstream.q, of, head, heads, shape, config);
-    finish_loads();
+    finish_copies();
 
     // 1. dc = −(dS mᵀ + dq̃ Yᵀ); m, Y and k.
     let (squares, over_tokens) = comptime!((config.squares(), config.over_tokens()));
@@ -388,7 +388,7 @@ fn transform_back(
         let base = (of.transform(shape) * 2 + part) * comptime!(d * d / CHUNK);
         let (d_r, columns) = comptime!((config.d_r(), config.columns()));
         start_load(arena, &upstream.r, base, stride, rows, d, comptime!(d_r.high), columns);
-        finish_loads();
+        finish_copies();
         let of_w = comptime!(if rest { w.rounded() } else { w });
         let of_y = comptime!(if rest { y.rounded() } else { y });
         let size = comptime!(config.of_transform());
@@ -404,7 +404,7 @@ fn transform_back(
     start_inverse(arena, inverses, comptime!(config.c()));
     scale(&mut sums.m, -1f32);
     scale(&mut sums.w, -1f32);
-    finish_loads();
+    finish_copies();
     let of_m = comptime!(Product::abt(w, x, config.over_channels()));
     let of_w = comptime!(Product::ab(m, x, config.over_tokens()));
     let tile = WarpTile::new(of_w);

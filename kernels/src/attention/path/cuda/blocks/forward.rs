@@ -7,15 +7,15 @@ use super::memory::{
     BlockInputs, BlockOf, BlockShape, Numbers, first_visible, has_column, keep_lower,
     load_directions, scale_rows, start_head, start_inverse, write_numbers,
 };
-use super::product::{
-    Product, WarpTile, add_product, finish_loads, product, read, start_product, sync, write,
-};
+use super::product::{Product, WarpTile, add_product, product, read, start_product, sync, write};
+use crate::tile::copies::finish_copies;
 use crate::tile::matrix::pair;
 use crate::tile::product::THREADS;
 use crate::tile::roles::two_blocks_per_multiprocessor;
 use crate::tile::warpgroup::wait;
 use crate::tile::{
-    ALIGN, Accumulator, Bf16Pair, Chunk, MASKED, Pair, define_exp2, exp2, log2, scale, zeros,
+    ALIGN, Accumulator, Bf16Pair, Chunk, MASKED, Pair, define_exp2, exp2, log2, scale, split_pair,
+    zeros,
 };
 
 /// The moved vectors and the transforms; N is the number of tokens rounded up to whole blocks. Rows past the last token
@@ -88,7 +88,7 @@ pub fn forward(
             start_head(&mut arena, &inputs.v, &of, of.kv_head, comptime!(config.v()), config);
             numbers.load_decay(&inputs.visibility, &of, head, &shape, config);
         }
-        finish_loads();
+        finish_copies();
         let c = comptime!(config.c());
         let mut scores = begin_head(&mut arena, &shape, config);
         let p = comptime!(Product::ab(c, y, config.over_tokens()));
@@ -131,7 +131,7 @@ pub fn begin(
     start_inverse(arena, inverses, g);
     load_directions(arena, inputs, of, true, config);
     numbers.load_beta(inputs, of);
-    finish_loads();
+    finish_copies();
     let p = comptime!(Product::abt(w, k, config.over_channels()));
     let square = WarpTile::new(p);
     let mut acc = product(arena, p);
@@ -197,12 +197,10 @@ fn write_transform(
             for f in 0..acc.len() {
                 let column = tile.column(f);
                 if has_column(column, config) {
-                    let value = acc.index(f)[r];
-                    let nearest = Bf16Pair::cast_from(value);
+                    let (nearest, rest) = split_pair(acc.index(f)[r]);
                     let at = number * comptime!(d * d) + row * comptime!(d / 2) + column / 2;
                     to[at] = nearest;
-                    to[at + comptime!(d * d / 2)] =
-                        Bf16Pair::cast_from(value - Pair::cast_from(nearest));
+                    to[at + comptime!(d * d / 2)] = rest;
                 }
             }
         }

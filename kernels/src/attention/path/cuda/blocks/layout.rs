@@ -112,7 +112,7 @@ impl BlockConfig {
         Operand::split(5 * self.width(), SQUARE)
     }
 
-    /// The inverse G; later −c, and further squares.
+    /// The inverse G; later −c, then weights in the forward pass, and G again, then D E, in the backward pass.
     pub const fn c(&self) -> Operand {
         Operand::split(5 * self.width() + 2 * SQUARE, SQUARE)
     }
@@ -157,12 +157,12 @@ impl BlockConfig {
         self.x().with_rows(self.rows_of_transform())
     }
 
-    /// dS; later the gradient of m.
+    /// dS; later the gradient of m, then E.
     pub const fn ds(&self) -> Operand {
         Operand::split(self.behind_c() + 3 * self.width(), SQUARE)
     }
 
-    /// Weights; then dc, later the gradient of W Wᵀ.
+    /// Weights; then dc, later −D F, the gradient of A.
     pub const fn dc(&self) -> Operand {
         Operand::split(self.behind_c() + 3 * self.width() + 2 * SQUARE, SQUARE)
     }

@@ -133,6 +133,13 @@ impl Blocks {
         dtype == DType::BF16 && sizes
     }
 
+    /// The most tokens of a call, in whole blocks: kernels count pairs of q and of R, and chunks of G, in 32 bits.
+    pub fn most_tokens([heads, kv_heads]: [usize; 2], head_dim: usize) -> usize {
+        let of_block = (head_dim * head_dim / BLOCK).max(2 * BLOCK / CHUNK);
+        let per_token = (heads * head_dim / PAIR).max(kv_heads * of_block);
+        u32::MAX as usize / per_token
+    }
+
     /// Without a window, documents or a decay. Makes copies of tensors whose rows are not aligned.
     ///
     /// # Panics
@@ -152,11 +159,8 @@ impl Blocks {
         let of_beta: [usize; 3] = beta.meta.shape().dims();
         assert_eq!(of_beta, [batch, kv_heads, tokens], "the shape of beta");
         assert_eq!([w.tensor.dtype, beta.dtype], [DType::F32; 2], "the types of w and beta");
-        // Kernels count in 32 bits: pairs of q and of R, and chunks of G.
-        let of_heads = (head_dim * head_dim / BLOCK).max(2 * BLOCK / CHUNK);
-        let per_token = (heads * head_dim / PAIR).max(kv_heads * of_heads);
-        let most = batch * tokens.next_multiple_of(BLOCK) * per_token;
-        assert!(u32::try_from(most).is_ok(), "{most} pairs of q or R, or chunks of G");
+        let (all, most) = (batch * tokens, Self::most_tokens([heads, kv_heads], head_dim));
+        assert!(batch * tokens.next_multiple_of(BLOCK) <= most, "{all} tokens, at most {most}");
         let beta = beta.clone();
         Blocks { q, k, v, w, beta, scale, window: None, documents: None, decay: None }
     }

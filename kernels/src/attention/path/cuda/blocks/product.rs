@@ -7,10 +7,10 @@
 use cubecl::prelude::*;
 
 use super::layout::{BLOCK, BlockConfig, Operand, Panels};
-use crate::tile::copies::{copy_chunk, wait_for_chunks};
+use crate::tile::copies::copy_chunk;
 use crate::tile::rows::{Own, rounds};
 use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS, SmemOperand, start_tiles, wait};
-use crate::tile::{Accumulator, Bf16Pair, CHUNK, Chunk, PANEL, PANEL_DIM, Pair, place_in, zeros};
+use crate::tile::{Accumulator, CHUNK, Chunk, PANEL, PANEL_DIM, Pair, place_in, split_pair, zeros};
 
 /// Warpgroups of a block.
 pub const GROUPS: usize = 2;
@@ -25,7 +25,7 @@ pub struct Product {
     size: Size,
 }
 
-/// The size of a product [m × k]·[k × n]. m is 64, or 128 with as many columns.
+/// The size of a product [m × k]·[k × n]. m is 64, or m and n are 128.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Size {
     m: usize,
@@ -208,15 +208,8 @@ pub fn sync() {
     sync_cube();
 }
 
-/// Waits for what the block has started to load, and synchronises.
-#[cube]
-pub fn finish_loads() {
-    wait_for_chunks();
-    sync();
-}
-
-/// Starts to copy a matrix from global to shared memory: `width` columns of the rows before `count`, at least one,
-/// `stride` chunks apart, from chunk `base` on. The other ones of its rows and `columns` columns become 0.
+/// Starts to copy a matrix from global to shared memory: `width` columns of `count` rows, at least one, `stride` chunks
+/// apart, from chunk `base` on. All other elements of the matrix, which has `columns` columns, become 0.
 #[cube]
 pub fn start_load(
     arena: &mut SharedMemory<Chunk>,
@@ -282,12 +275,10 @@ pub fn write(
     for r in 0..2usize {
         #[unroll]
         for f in 0..acc.len() {
-            let value = acc.index(f)[r];
-            let nearest = Bf16Pair::cast_from(value);
+            let (nearest, rest) = split_pair(acc.index(f)[r]);
             let (row, column) = (tile.row(r), tile.column(f));
             pairs[pair_in(row, column, comptime!(to.high))] = nearest;
-            pairs[pair_in(row, column, low)] =
-                Bf16Pair::cast_from(value - Pair::cast_from(nearest));
+            pairs[pair_in(row, column, low)] = rest;
         }
     }
 }
