@@ -8,44 +8,26 @@ use cubecl::prelude::*;
 use super::asm::emit;
 use super::{ALIGN, CHUNK, Chunk, bytes, load_rows, wait_parity};
 
-/// Declares that a multiprocessor runs one block of `threads` threads of the kernel named `kernel` at a time:
-/// without a bound on blocks, the compiler ignores [`set_registers`]. cubecl states no such bound, so the
-/// kernel is declared again, inside itself.
-#[cube]
-pub fn one_block_per_multiprocessor(#[comptime] kernel: String, #[comptime] threads: usize) {
-    declare_again(kernel, threads, 1usize, comptime!("one block".to_string()));
-}
-
-/// As [`one_block_per_multiprocessor`], at least two: the compiler limits registers such that they fit.
-#[cube]
-pub fn two_blocks_per_multiprocessor(#[comptime] kernel: String, #[comptime] threads: usize) {
-    declare_again(kernel, threads, 2usize, comptime!("two blocks".to_string()));
-}
-
-/// As [`two_blocks_per_multiprocessor`], at least three.
-#[cube]
-pub fn three_blocks_per_multiprocessor(#[comptime] kernel: String, #[comptime] threads: usize) {
-    declare_again(kernel, threads, 3usize, comptime!("three blocks".to_string()));
-}
-
+/// Declares that a multiprocessor runs `blocks` blocks of `threads` threads of the kernel named `kernel` at a time, at
+/// least: the compiler limits registers such that they fit, and without such a bound it ignores [`set_registers`].
+/// cubecl states none, so the kernel is declared again, inside itself.
 #[cube]
 #[expect(unused_variables, reason = "cubecl's intrinsics use their arguments in expansion")]
-fn declare_again(
+pub fn blocks_per_multiprocessor(
     #[comptime] kernel: String,
     #[comptime] threads: usize,
     #[comptime] blocks: usize,
-    #[comptime] words: String,
 ) {
     intrinsic!(|scope| {
         let text = format!(
             "__global__ __launch_bounds__({threads}, {blocks}) decltype({kernel}) {kernel};"
         );
-        emit(scope, &format!("{words} per multiprocessor"), &text);
+        emit(scope, "blocks per multiprocessor", &text);
     })
 }
 
 /// Sets the registers per thread of this warpgroup to a multiple of 8, more or fewer than it has. All its
-/// warps execute it, after [`one_block_per_multiprocessor`].
+/// warps execute it, after [`blocks_per_multiprocessor`].
 #[cube]
 #[expect(unused_variables, reason = "cubecl's intrinsics use their arguments in expansion")]
 pub fn set_registers(#[comptime] count: usize, #[comptime] more: bool) {

@@ -9,7 +9,7 @@ use crate::tile::matrix::{
     Matrix, Product, WARPS, WarpTile, add_product, pair, read_pair, scale_rows, write_pair,
     write_rows,
 };
-use crate::tile::roles::two_blocks_per_multiprocessor;
+use crate::tile::roles::blocks_per_multiprocessor;
 use crate::tile::rows::{finish_loads, start_load};
 use crate::tile::{
     Accumulator, Bf16Pair, CHUNK, Chunk, define_exp2, keep_loop, scale, sum_of_four, zeros,
@@ -142,7 +142,7 @@ pub fn gradients(
     sizes: Sizes,
     #[comptime] config: ChunkConfig,
 ) {
-    two_blocks_per_multiprocessor(comptime!("gradients".to_string()), THREADS);
+    blocks_per_multiprocessor(comptime!("gradients".to_string()), THREADS, 2usize);
     define_exp2();
     let (d, n) = comptime!((config.head_dim, config.columns));
     let layout = comptime!(Layout::new(&config));

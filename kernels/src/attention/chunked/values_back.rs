@@ -8,7 +8,7 @@ use super::{CHUNK_TOKENS, THREADS};
 use crate::tile::matrix::{
     Matrix, Product, WarpTile, add_product, pair, scale_rows, write_pair, write_rows,
 };
-use crate::tile::roles::two_blocks_per_multiprocessor;
+use crate::tile::roles::blocks_per_multiprocessor;
 use crate::tile::rows::{finish_loads, start_load};
 use crate::tile::{Bf16Pair, CHUNK, Chunk, define_exp2, keep_loop, zeros};
 
@@ -58,7 +58,7 @@ pub fn value_gradients(
     sizes: Sizes,
     #[comptime] config: ChunkConfig,
 ) {
-    two_blocks_per_multiprocessor(comptime!("value_gradients".to_string()), THREADS);
+    blocks_per_multiprocessor(comptime!("value_gradients".to_string()), THREADS, 2usize);
     define_exp2();
     let (d, n) = comptime!((config.head_dim, config.columns));
     let layout = comptime!(Layout::new(&config));

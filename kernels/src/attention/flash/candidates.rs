@@ -19,7 +19,7 @@ use super::search::{Qk, QkLaunch, RowSearch, hide_masked, nothing, of_four_lanes
 use super::{FlashAttention, grid};
 use crate::cuda::{buffer, empty};
 use crate::tile::lists::TwoLists;
-use crate::tile::roles::two_blocks_per_multiprocessor;
+use crate::tile::roles::blocks_per_multiprocessor;
 use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS, Pipeline, start_tile_abt, uninit, wait};
 use crate::tile::{ALIGN, Accumulator, CHUNK, Chunk, MASKED, all_of_block, bytes, define_exp2};
 
@@ -117,9 +117,10 @@ pub fn search_candidates<S: CandidateSearch>(
     #[comptime] slots: usize,
     #[comptime] config: KernelConfig,
 ) {
-    two_blocks_per_multiprocessor(
+    blocks_per_multiprocessor(
         comptime!("search_candidates".to_string()),
         comptime!(config.threads()),
+        2usize,
     );
     define_exp2();
     let KernelConfig { padded_head_dim: dim, warps, tile, .. } = comptime!(config);

@@ -14,7 +14,7 @@ use super::hooks::{
 use super::in_order::{SavedCarries, nothing_carried, save_carries};
 use super::mask::{Mask, QueryBlock, masked};
 use super::problem::{KernelConfig, ProblemShape};
-use crate::tile::roles::three_blocks_per_multiprocessor;
+use crate::tile::roles::blocks_per_multiprocessor;
 use crate::tile::warpgroup::{GROUP_WARPS, Pipeline, start_pb, to_a_frags, uninit, wait};
 use crate::tile::{
     ALIGN, Accumulator, CHUNK, Chunk, MASKED, PANEL_DIM, Pair, all_of_block, bytes, define_exp2,
@@ -54,7 +54,7 @@ pub fn forward<A: Hooks>(
         comptime!(config);
     if comptime!(sparse::<A>() && warps == GROUP_WARPS && dim.max(value_dim) == PANEL_DIM) {
         // As many as without votes, which take registers.
-        three_blocks_per_multiprocessor(comptime!("forward".to_string()), comptime!(32 * warps));
+        blocks_per_multiprocessor(comptime!("forward".to_string()), comptime!(32 * warps), 3usize);
     }
     let rows = comptime!(config.rows());
     let (n_keys, n_dim) = comptime!((tile / 8, value_dim / 8));

@@ -39,7 +39,7 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
 use self::backward::dkv::{DkvOutputs, KeyGradientsLaunch};
-use self::backward::dq_sums::{DqSumsLaunch, dq_from_sums, vectors_per_tile};
+use self::backward::dq_sums::{self, DqSumsLaunch, dq_from_sums, vectors_per_tile};
 use self::backward::{BackwardInputsLaunch, LANES_PER_ROW, dkv, dq, dqkv};
 pub use self::cache_buffer::{CacheBuffer, capacity, expired};
 pub use self::decode::decode;
@@ -536,9 +536,10 @@ impl<A: Hooks> FlashAttention<A> {
             dq_from_sums::launch_unchecked::<A, CudaRuntime>(
                 &dq.tensor.client,
                 CubeCount::Static(as_u32(tiles), as_u32(batch * heads), 1),
-                CubeDim::new_1d(256),
+                CubeDim::new_1d(dq_sums::THREADS as u32),
                 buffer(&sums, 4),
-                dq.pairs(),
+                buffer(&dq.tensor, 4),
+                dq.row_strides(),
                 ds_rows.map(|x| buffer(x, 1)).into(),
                 self.problem(),
                 config,

@@ -14,7 +14,7 @@ use super::mask::{Mask, QueryBlock, masked};
 use super::problem::{KernelConfig, ProblemShape};
 use super::{FlashAttention, grid};
 use crate::cuda::{CudaTensor, buffer, empty};
-use crate::tile::roles::two_blocks_per_multiprocessor;
+use crate::tile::roles::blocks_per_multiprocessor;
 use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS, Pipeline, start_tile_abt, uninit, wait};
 use crate::tile::{
     ALIGN, Accumulator, CHUNK, Chunk, MASKED, RowStrides, bytes, define_exp2, sum_of_four,
@@ -197,7 +197,7 @@ pub fn search<S: RowSearch>(
     #[comptime] only_left: bool,
     #[comptime] config: KernelConfig,
 ) {
-    two_blocks_per_multiprocessor(comptime!("search".to_string()), comptime!(config.threads()));
+    blocks_per_multiprocessor(comptime!("search".to_string()), comptime!(config.threads()), 2usize);
     define_exp2();
     if only_left {
         let left = left.as_ref().unwrap();

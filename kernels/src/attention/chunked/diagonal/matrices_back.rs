@@ -7,7 +7,7 @@ use super::super::{CHUNK_TOKENS, THREADS};
 use super::levels::{load_sums, load_weights, scale_rows_by, sums_len};
 use super::{DiagonalConfig, DiagonalInputs};
 use crate::tile::matrix::{Matrix, Product, WarpTile, add_product, pair, write, write_pair};
-use crate::tile::roles::two_blocks_per_multiprocessor;
+use crate::tile::roles::blocks_per_multiprocessor;
 use crate::tile::rows::{finish_loads, start_load, store};
 use crate::tile::{Accumulator, CHUNK, Chunk, define_exp2, keep_loop, scale, zeros};
 
@@ -104,7 +104,7 @@ pub fn diagonal_matrices_back(
     #[comptime] config: DiagonalConfig,
 ) {
     if comptime!(config.head_dim <= 64) {
-        two_blocks_per_multiprocessor(comptime!("diagonal_matrices_back".to_string()), THREADS);
+        blocks_per_multiprocessor(comptime!("diagonal_matrices_back".to_string()), THREADS, 2usize);
     }
     define_exp2();
     let (d, all) = comptime!((config.head_dim, CHUNK_TOKENS));

@@ -6,7 +6,7 @@ use super::super::memory::{ChunkOf, Sizes};
 use super::super::{CHUNK_TOKENS, THREADS};
 use super::DiagonalConfig;
 use crate::tile::matrix::{Matrix, Product, WarpTile, add_product, write_rows};
-use crate::tile::roles::two_blocks_per_multiprocessor;
+use crate::tile::roles::blocks_per_multiprocessor;
 use crate::tile::rows::{finish_loads, start_load};
 use crate::tile::{Bf16Pair, CHUNK, Chunk, keep_loop, zeros};
 
@@ -55,7 +55,7 @@ pub fn diagonal_output(
     sizes: Sizes,
     #[comptime] config: DiagonalConfig,
 ) {
-    two_blocks_per_multiprocessor(comptime!("diagonal_output".to_string()), THREADS);
+    blocks_per_multiprocessor(comptime!("diagonal_output".to_string()), THREADS, 2usize);
     let (d, n) = comptime!((config.head_dim, config.columns));
     let layout = comptime!(Layout::new(&config));
     let mut arena = SharedMemory::<Chunk>::new_aligned(comptime!(layout.chunks), 16usize);
@@ -106,7 +106,7 @@ pub fn diagonal_values(
     sizes: Sizes,
     #[comptime] config: DiagonalConfig,
 ) {
-    two_blocks_per_multiprocessor(comptime!("diagonal_values".to_string()), THREADS);
+    blocks_per_multiprocessor(comptime!("diagonal_values".to_string()), THREADS, 2usize);
     let (d, n) = comptime!((config.head_dim, config.columns));
     let layout = comptime!(Layout::new(&config));
     let mut arena = SharedMemory::<Chunk>::new_aligned(comptime!(layout.chunks), 16usize);

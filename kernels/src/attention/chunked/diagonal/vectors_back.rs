@@ -13,7 +13,7 @@ use super::near::{Near, add_levels, add_mild_reads, add_mild_writes};
 use super::{DiagonalConfig, DiagonalInputs, Reading};
 use crate::tile::copies::wait_for_chunks;
 use crate::tile::matrix::{Matrix, WarpTile, read_pair, read_rows, write_rows};
-use crate::tile::roles::two_blocks_per_multiprocessor;
+use crate::tile::roles::blocks_per_multiprocessor;
 use crate::tile::rows::start_load;
 use crate::tile::{
     Accumulator, Bf16Pair, CHUNK, Chunk, Pair, define_exp2, exp2, keep_loop, sum_of_four, zeros,
@@ -100,7 +100,7 @@ pub fn diagonal_vectors_back(
     #[comptime] config: DiagonalConfig,
 ) {
     if comptime!(config.head_dim <= 64) {
-        two_blocks_per_multiprocessor(comptime!("diagonal_vectors_back".to_string()), THREADS);
+        blocks_per_multiprocessor(comptime!("diagonal_vectors_back".to_string()), THREADS, 2usize);
     }
     define_exp2();
     let d = comptime!(config.head_dim);

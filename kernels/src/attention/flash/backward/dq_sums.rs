@@ -2,13 +2,12 @@
 
 use cubecl::prelude::*;
 
-use super::super::heads::HeadPairs;
 use super::super::hooks::{GradientOf, Hooks, Operands, OperandsOf, sums_of_rows};
 use super::super::problem::{KernelConfig, ProblemShape};
 use super::dqkv::CONSUMER_WARPS;
 use crate::tile::turns::Vec4;
 use crate::tile::warpgroup::GROUP_ROWS;
-use crate::tile::{Accumulator, Pair};
+use crate::tile::{Accumulator, CHUNK, Pair, RowStrides};
 
 /// Vectors of four that a query tile has in [`DqSums::sums`].
 pub const fn vectors_per_tile(config: KernelConfig, with_sums: bool) -> usize {
@@ -84,13 +83,17 @@ pub fn store_row_sums(
     }
 }
 
-/// dq, and Σ_j dS_ij of each query if they are needed, from their sums.
+/// Threads of a block of [`dq_from_sums`].
+pub const THREADS: usize = 256;
+
+/// dq, `[batch, heads, queries, head_dim]`, and Σ_j dS_ij of each query if they are needed, from their sums.
 ///
 /// Grid: query tiles, batch · heads.
 #[cube(launch_unchecked, address_type = "u64")]
 pub fn dq_from_sums<A: Hooks>(
     sums: &Array<Vec4>,
-    dq: &mut HeadPairs<GradientOf<A>>,
+    dq: &mut Array<Vector<GradientOf<A>, Const<4>>>,
+    strides: RowStrides,
     ds_rows: &mut ComptimeOption<Array<f32>>,
     problem: ProblemShape,
     #[comptime] config: KernelConfig,
@@ -100,36 +103,40 @@ pub fn dq_from_sums<A: Hooks>(
     let vectors = comptime!(vectors_per_tile(config, with_sums));
     let (queries, positions) = (problem.queries as usize, problem.positions as usize);
     let batch_head = CUBE_POS_Y as usize;
-    let (batch, head) = (batch_head / problem.heads as usize, batch_head % problem.heads as usize);
+    // Divides in 32 bits, which is faster.
+    let (batch, head) = (CUBE_POS_Y / problem.heads, CUBE_POS_Y % problem.heads);
     let first_query = CUBE_POS_X as usize * tile;
     let base = (batch_head * CUBE_COUNT_X as usize + CUBE_POS_X as usize) * vectors;
+    let base_row = strides.base(batch as usize, head as usize);
 
-    let (group, thread) = (UNIT_POS as usize / 128, UNIT_POS as usize % 128);
-    let mut row = first_query + thread / 32 * 16 + thread % 32 / 4;
-    let mut channel = thread % 4 * 2;
-    let n_dq = comptime!(dq_fragments(config));
-    if comptime!(tile > GROUP_ROWS) {
-        row += group * GROUP_ROWS;
-    } else {
-        channel += group * comptime!(8 * n_dq);
-    }
     let mut factor = 1f32;
     if comptime!(OperandsOf::<A>::SCALES_GRADIENTS) {
         factor = problem.scale;
     }
+    // A unit is four channels of two rows. No load waits for a store.
+    let rounds = comptime!(dq_vectors(config) / 2 / THREADS);
+    let mut loaded = Array::<Vec4>::new(comptime!(2 * rounds));
     #[unroll]
-    for n in 0..n_dq {
-        let four = sums[base + group * comptime!(dq_vectors(config) / 2) + n * 128 + thread];
-        let channel = channel + n * 8;
+    for round in 0..rounds {
+        let unit = Unit::new(UNIT_POS as usize + comptime!(round * THREADS), config);
+        loaded[comptime!(2 * round)] = sums[base + unit.place];
+        loaded[comptime!(2 * round + 1)] = sums[base + unit.place + 1];
+    }
+    #[unroll]
+    for round in 0..rounds {
+        let unit = Unit::new(UNIT_POS as usize + comptime!(round * THREADS), config);
+        let (left, right) = (loaded[comptime!(2 * round)], loaded[comptime!(2 * round + 1)]);
         #[unroll]
         for r in 0..2usize {
-            let row = row + r * 8;
-            if (row < queries) & (channel < head_dim) {
-                let mut pair = Pair::empty();
-                pair[0] = four[comptime!(2 * r)] * factor;
-                pair[1] = four[comptime!(2 * r + 1)] * factor;
-                let at = dq.at(batch, head, row, channel / 2);
-                dq.pairs[at] = Vector::cast_from(pair);
+            let row = first_query + unit.row + r * 8;
+            if (row < queries) & (unit.channel < head_dim) {
+                let mut four = Vec4::empty();
+                four[0] = left[comptime!(2 * r)] * factor;
+                four[1] = left[comptime!(2 * r + 1)] * factor;
+                four[2] = right[comptime!(2 * r)] * factor;
+                four[3] = right[comptime!(2 * r + 1)] * factor;
+                let at = (base_row + row * strides.row as usize) * comptime!(CHUNK / 4);
+                dq[at + unit.channel / 4] = Vector::cast_from(four);
             }
         }
     }
@@ -146,5 +153,37 @@ pub fn dq_from_sums<A: Hooks>(
                 }
             }
         }
+    }
+}
+
+/// Four neighbouring channels of two rows of a tile, 8 rows apart, which two lanes of `dqkv` hold. Lanes of a warp have
+/// 32 channels of four rows each.
+#[derive(CubeType, Clone, Copy)]
+struct Unit {
+    /// The first of the two vectors in the tile's sums.
+    place: usize,
+    /// The first row.
+    row: usize,
+    /// The first channel.
+    channel: usize,
+}
+
+#[cube]
+impl Unit {
+    fn new(number: usize, #[comptime] config: KernelConfig) -> Unit {
+        let n_dq = comptime!(dq_fragments(config));
+        let (half, lane_row) = (number % 2, number / 8 % 8);
+        let fragment = number / 64 % comptime!(n_dq / 4) * 4 + number / 2 % 4;
+        let warp = number / comptime!(64 * n_dq / 4);
+        let (group, warp) = (warp / 4, warp % 4);
+        let in_group = fragment * 128 + warp * 32 + lane_row * 4 + half * 2;
+        let mut row = warp * 16 + lane_row;
+        let mut channel = fragment * 8 + half * 4;
+        if comptime!(config.tile > GROUP_ROWS) {
+            row += group * GROUP_ROWS;
+        } else {
+            channel += group * comptime!(8 * n_dq);
+        }
+        Unit { place: group * comptime!(dq_vectors(config) / 2) + in_group, row, channel }
     }
 }

@@ -28,7 +28,7 @@ use super::dq_sums::{DqSums, dq_fragments, dq_vectors, store_row_sums, vectors_p
 use super::of_keys::{Passes, make_scores_of_keys, slopes_to_ds, weigh_scores};
 use super::query_tile::QueryTile;
 use crate::tile::roles::{
-    Ring, Tickets, one_block_per_multiprocessor, set_registers, sync_first_threads,
+    Ring, Tickets, blocks_per_multiprocessor, set_registers, sync_first_threads,
 };
 use crate::tile::turns::{Vec4, pass_turn, start_add, wait_for_adds, wait_for_turn};
 use crate::tile::warpgroup::{
@@ -107,7 +107,7 @@ pub fn dqkv<A: Hooks>(
     problem: ProblemShape,
     #[comptime] config: KernelConfig,
 ) {
-    one_block_per_multiprocessor(comptime!("dqkv".to_string()), THREADS);
+    blocks_per_multiprocessor(comptime!("dqkv".to_string()), THREADS, 1usize);
     define_exp2();
     let KernelConfig { padded_head_dim: dim, padded_value_dim: value_dim, tile, .. } =
         comptime!(config);

@@ -8,7 +8,7 @@ use cubecl::prelude::*;
 
 use super::split::{SplitRows, SplitTile, panels, split_fragments};
 use crate::tile::copies::{finish_copies, wait_for_chunks};
-use crate::tile::roles::three_blocks_per_multiprocessor;
+use crate::tile::roles::blocks_per_multiprocessor;
 use crate::tile::warpgroup::{GROUP_ROWS, GROUP_THREADS, start_abt, start_pb, uninit, wait};
 use crate::tile::{AFragments, Bf16Pair, CHUNK, Chunk, PANEL_DIM, Pair, split_pair};
 
@@ -234,10 +234,9 @@ pub fn move_vectors(
 ) {
     let MoveConfig { head_dim, .. } = comptime!(config);
     let (row_pairs, threads) = comptime!((head_dim / 2, GROUP_THREADS));
-    if comptime!(config.groups() > 1) {
-        // As many as its shared memory holds transforms of 128 channels.
-        three_blocks_per_multiprocessor(comptime!("move_vectors".to_string()), threads);
-    }
+    // As many as registers hold, or with 128 channels the transforms in shared memory.
+    let at_once = comptime!(if config.groups() == 1 { 5usize } else { 3usize });
+    blocks_per_multiprocessor(comptime!("move_vectors".to_string()), threads, at_once);
     let (head, batch) = (CUBE_POS_Y as usize, CUBE_POS_Z as usize);
     let (heads, tokens) = (sizes.heads as usize, sizes.tokens as usize);
     let mut transform = SplitTile::new(head_dim, comptime!(config.padded()), 1usize);

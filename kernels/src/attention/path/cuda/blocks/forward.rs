@@ -11,7 +11,7 @@ use super::product::{Product, WarpTile, add_product, product, read, start_produc
 use crate::tile::copies::finish_copies;
 use crate::tile::matrix::pair;
 use crate::tile::product::THREADS;
-use crate::tile::roles::two_blocks_per_multiprocessor;
+use crate::tile::roles::blocks_per_multiprocessor;
 use crate::tile::warpgroup::wait;
 use crate::tile::{
     ALIGN, Accumulator, Bf16Pair, Chunk, MASKED, Pair, define_exp2, exp2, log2, scale, split_pair,
@@ -52,7 +52,7 @@ pub fn forward(
     #[comptime] config: BlockConfig,
 ) {
     if comptime!(two_fit(config.forward_chunks())) {
-        two_blocks_per_multiprocessor(comptime!("forward".to_string()), THREADS);
+        blocks_per_multiprocessor(comptime!("forward".to_string()), THREADS, 2usize);
     }
     define_exp2();
     let d = config.head_dim;

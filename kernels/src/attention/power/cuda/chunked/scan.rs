@@ -7,7 +7,7 @@ use super::slab::{
     SLAB, StateLayout, expand_tokens, place_of_channels, place_of_lane, slab_frags, tiles_of,
     transpose_tokens,
 };
-use crate::tile::roles::{Ring, one_block_per_multiprocessor};
+use crate::tile::roles::{Ring, blocks_per_multiprocessor};
 use crate::tile::warpgroup::{
     GROUP_WARPS, set_a_frag, start_pb, store_a_frags, uninit_a_frags, wait,
 };
@@ -106,7 +106,7 @@ pub fn scan(
     sizes: ScanSizes,
     #[comptime] config: ScanConfig,
 ) {
-    one_block_per_multiprocessor(comptime!("scan".to_string()), comptime!(config.threads()));
+    blocks_per_multiprocessor(comptime!("scan".to_string()), comptime!(config.threads()), 1usize);
     define_exp2();
     let layout = comptime!(config.layout);
     let (dim, products) = comptime!((layout.padded(), layout.products()));
