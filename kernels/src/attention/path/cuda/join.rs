@@ -13,14 +13,20 @@ use crate::tile::product::Quad;
 use crate::tile::{CHUNK, Chunk, MASKED, RowStrides, define_exp2, exp2, log2};
 
 /// Lanes that join a row's attention.
-const LANES_PER_ROW: usize = 8;
+const LANES_PER_ROW: usize = 4;
 
-/// Softmax attention over the keys of one level, `[batch · pairs, heads, part]` rows.
+/// Vectors of one level's parts, `[batch · pairs, heads, part, channels]`.
 #[derive(CubeType, CubeLaunch)]
-struct OfLevel {
-    o: Array<Chunk>,
+struct PartVectors {
+    chunks: Array<Chunk>,
     strides: RowStrides,
-    lse: Array<f32>,
+}
+
+impl PartVectors {
+    fn launch_of(x: &CudaTensor) -> PartVectorsLaunch<CudaRuntime> {
+        let x = Heads::new(x);
+        PartVectorsLaunch::new(buffer(&x.tensor, CHUNK), x.row_strides())
+    }
 }
 
 /// Joins softmax attention over the queries' own blocks, `o` `[batch, tokens, heads, channels]` and `lse`
@@ -35,14 +41,6 @@ pub fn join_attention(
     let [_, tokens, heads, channels]: [usize; 4] = o.meta.shape().dims();
     let joined = empty(o, &dims(o), DType::BF16);
     let rows = elements(o) / channels;
-    let of_levels = of_levels.iter().map(|of_level| {
-        let heads = Heads::new(&of_level.o);
-        OfLevelLaunch::new(
-            buffer(&heads.tensor, CHUNK),
-            heads.row_strides(),
-            buffer(&of_level.lse, 1),
-        )
-    });
     // SAFETY: lanes of one warp write one row, and read those of its token.
     unsafe {
         join::launch_unchecked::<CudaRuntime>(
@@ -51,7 +49,8 @@ pub fn join_attention(
             dim(THREADS),
             buffer(o, 4),
             buffer(lse, 1),
-            of_levels.collect(),
+            of_levels.iter().map(|x| PartVectors::launch_of(&x.o)).collect(),
+            of_levels.iter().map(|x| buffer(&x.lse, 1)).collect(),
             buffer(&joined, CHUNK),
             as_u32(rows),
             as_u32(tokens),
@@ -76,8 +75,7 @@ struct InPart {
 
 #[cube]
 impl InPart {
-    /// In the `half` of the pairs of level `level`, if parts of the first level have `part` tokens. Where there is no
-    /// such part, it is the first token of the first one, so that a load need not wait for a branch.
+    /// In the `half` of the pairs of level `level`, if parts of the first level have `part` tokens.
     fn new(
         batch: u32,
         token: u32,
@@ -90,12 +88,35 @@ impl InPart {
         let pairs = (tokens + comptime!(part - 1)) / part / 2;
         let (pair, position) = (token / part / 2, token / part % 2);
         let exists = (pair < pairs) & (position == comptime!(half as u32));
-        InPart {
-            exists,
-            sequence: select(exists, batch * pairs + pair, 0u32) as usize,
-            token: select(exists, token % part, 0u32) as usize,
-        }
+        InPart { exists, sequence: (batch * pairs + pair) as usize, token: (token % part) as usize }
     }
+}
+
+/// Reads a chunk of a token's row at each level, 0 where it is in no such part. No load waits for another.
+#[cube]
+fn load_parts(
+    levels: &Sequence<PartVectors>,
+    batch: u32,
+    token: u32,
+    tokens: u32,
+    head: u32,
+    chunk: usize,
+    #[comptime] part: usize,
+    #[comptime] half: Half,
+) -> Array<Chunk> {
+    let mut loaded = Array::<Chunk>::new(comptime!(levels.len() + 1));
+    #[unroll]
+    for i in 0..levels.len() {
+        let PartVectors { chunks, strides } = levels.index(i);
+        let at = InPart::new(batch, token, tokens, part, i, half);
+        let mut value = Chunk::cast_from(0f32);
+        if at.exists {
+            let row = strides.base(at.sequence, head as usize) + at.token * strides.row as usize;
+            value = chunks[row + chunk];
+        }
+        loaded[i] = value;
+    }
+    loaded
 }
 
 /// See [`join_attention`]; `part` is the number of tokens of a part at the first level.
@@ -103,7 +124,8 @@ impl InPart {
 fn join(
     o: &Array<Quad>,
     lse: &mut Array<f32>,
-    levels: &Sequence<OfLevel>,
+    levels: &Sequence<PartVectors>,
+    of_lse: &Sequence<Array<f32>>,
     joined: &mut Array<Chunk>,
     rows: u32,
     tokens: u32,
@@ -123,27 +145,38 @@ fn join(
     let mut weights = Array::<f32>::new(comptime!(levels.len() + 1));
     #[unroll]
     for i in 0..levels.len() {
-        let level = levels.index(i);
         let of_level = InPart::new(batch, token, tokens, part, i, Half::Second);
         let sequence = of_level.sequence * heads as usize + head as usize;
-        let found = level.lse[sequence * comptime!(part << i) + of_level.token];
+        let mut found = f32::cast_from(MASKED);
+        if of_level.exists {
+            found = of_lse.index(i)[sequence * comptime!(part << i) + of_level.token];
+        }
+        weights[i] = found;
+    }
+    #[unroll]
+    for i in 0..levels.len() {
         // A query that sees no key of the level has an lse of −MASKED.
-        let sees = of_level.exists & (found < comptime!(-MASKED));
-        weights[i] = select(sees, found, MASKED);
+        weights[i] = select(weights[i] < comptime!(-MASKED), weights[i], MASKED);
         most = max(most, weights[i]);
     }
-    let weight = exp2(own - most);
-    let mut sum = weight;
+    let mut sum = exp2(own - most);
     #[unroll]
     for i in 0..levels.len() {
         weights[i] = exp2(weights[i] - most);
         sum += weights[i];
+    }
+    let factor = 1f32 / sum;
+    let weight = exp2(own - most) * factor;
+    #[unroll]
+    for i in 0..levels.len() {
+        weights[i] *= factor;
     }
     let lane = ABSOLUTE_POS % LANES_PER_ROW;
     let chunks = chunks as usize;
     let mut chunk = lane;
     while exists & (chunk < chunks) {
         let place = row as usize * chunks + chunk;
+        let of_levels = load_parts(levels, batch, token, tokens, head, chunk, part, Half::Second);
         let mut values = Array::<f32>::new(CHUNK);
         #[unroll]
         for half in 0..2usize {
@@ -155,19 +188,16 @@ fn join(
         }
         #[unroll]
         for i in 0..levels.len() {
-            let level = levels.index(i);
-            let of_level = InPart::new(batch, token, tokens, part, i, Half::Second);
-            let further = level.o[chunk_at(&of_level, &level.strides, head) + chunk];
+            let further = of_levels[i];
             #[unroll]
             for c in 0..CHUNK {
-                let value = f32::cast_from(further[c]) * weights[i];
-                values[c] += select(of_level.exists, value, 0f32);
+                values[c] += f32::cast_from(further[c]) * weights[i];
             }
         }
         let mut rounded = Chunk::cast_from(0f32);
         #[unroll]
         for c in 0..CHUNK {
-            rounded[c] = bf16::cast_from(values[c] / sum);
+            rounded[c] = bf16::cast_from(values[c]);
         }
         joined[place] = rounded;
         chunk += LANES_PER_ROW;
@@ -177,19 +207,6 @@ fn join(
     if exists & (lane == 0) {
         lse[at] = most + log2(sum);
     }
-}
-
-/// The first chunk of a row.
-#[cube]
-fn chunk_at(of: &InPart, strides: &RowStrides, head: u32) -> usize {
-    strides.base(of.sequence, head as usize) + of.token * strides.row as usize
-}
-
-/// Vectors of one level's parts, `[batch · pairs, heads, part, channels]`.
-#[derive(CubeType, CubeLaunch)]
-struct PartVectors {
-    chunks: Array<Chunk>,
-    strides: RowStrides,
 }
 
 /// The sums over all levels of what their first parts have, `[batch · pairs, heads, part, channels]` in bf16 each.
@@ -203,17 +220,13 @@ pub fn sum_of_levels(
     let [_, tokens, heads, channels] = shape;
     let sums = empty(like, &shape, DType::F32);
     let count = elements(&sums) / CHUNK;
-    let of_levels = of_levels.iter().map(|x| {
-        let x = Heads::new(x);
-        PartVectorsLaunch::new(buffer(&x.tensor, CHUNK), x.row_strides())
-    });
     // SAFETY: a thread writes one chunk, and reads those of its token.
     unsafe {
         sum_parts::launch_unchecked::<CudaRuntime>(
             &like.client,
             blocks(count, THREADS),
             dim(THREADS),
-            of_levels.collect(),
+            of_levels.iter().map(PartVectors::launch_of).collect(),
             buffer(&sums, 4),
             as_u32(count),
             as_u32(tokens),
@@ -245,6 +258,8 @@ fn sum_parts(
     if at < count as usize {
         let (row, chunk) = (at as u32 / chunks, at as u32 % chunks);
         let (head, token, batch) = (row % heads, row / heads % tokens, row / heads / tokens);
+        let of_levels =
+            load_parts(levels, batch, token, tokens, head, chunk as usize, part, Half::First);
         let mut values = Array::<f32>::new(CHUNK);
         #[unroll]
         for c in 0..CHUNK {
@@ -252,12 +267,10 @@ fn sum_parts(
         }
         #[unroll]
         for i in 0..levels.len() {
-            let level = levels.index(i);
-            let of_level = InPart::new(batch, token, tokens, part, i, Half::First);
-            let further = level.chunks[chunk_at(&of_level, &level.strides, head) + chunk as usize];
+            let further = of_levels[i];
             #[unroll]
             for c in 0..CHUNK {
-                values[c] += select(of_level.exists, f32::cast_from(further[c]), 0f32);
+                values[c] += f32::cast_from(further[c]);
             }
         }
         #[unroll]

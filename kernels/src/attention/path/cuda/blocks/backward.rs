@@ -6,7 +6,7 @@ use burn::tensor::bf16;
 use cubecl::prelude::*;
 
 use super::forward::{add_rows, begin, begin_head};
-use super::layout::{BLOCK, BlockConfig};
+use super::layout::{BLOCK, BlockConfig, Operand};
 use super::memory::{
     BlockInputs, BlockOf, BlockShape, HeadChunks, Numbers, dot, first_visible, has_column,
     keep_lower, read_numbers, scale_rows, start_head, start_inverse, write_numbers,
@@ -88,6 +88,8 @@ pub fn backward(
     let mut arena = SharedMemory::<Chunk>::new_aligned(chunks, ALIGN);
     let mut numbers = Numbers::new();
     let of = BlockOf::own(&shape);
+    let group = (shape.heads / shape.kv_heads) as usize;
+    start_scores(&mut arena, inputs, upstream, &of, of.kv_head * group, config);
     begin(&mut arena, &mut numbers, inputs, inverses, &of, config);
     let square = comptime!(Product::ab(config.c(), config.m(), config.squares()));
     let vectors = comptime!(vectors(config));
@@ -97,11 +99,13 @@ pub fn backward(
         k: zeros(comptime!(vectors.fragments())),
         w: zeros(comptime!(vectors.fragments())),
     };
-    let group = (shape.heads / shape.kv_heads) as usize;
     for member in 0..group {
         let head = of.kv_head * group + member;
         let last = member == group - 1;
-        sync();
+        if member > 0 {
+            sync();
+            start_scores(&mut arena, inputs, upstream, &of, head, config);
+        }
         weigh(
             &mut arena,
             &mut numbers,
@@ -114,7 +118,17 @@ pub fn backward(
             &shape,
             config,
         );
-        move_back(&mut arena, upstream, gradients, &mut sums, &of, head, &shape, config);
+        if comptime!(!config.reads_ahead()) {
+            start_queries(&mut arena, upstream, &of, head, &shape, config);
+        }
+        finish_copies();
+        if comptime!(config.reads_ahead()) {
+            if last {
+                start_transform(&mut arena, upstream, &of, 0usize, &shape, config);
+                start_keys(&mut arena, inverses, upstream, &of, &shape, config);
+            }
+        }
+        move_back(&mut arena, gradients, &mut sums, &of, head, &shape, config);
     }
     scale(&mut sums.k, shape.scale);
     scale(&mut sums.w, shape.scale);
@@ -126,6 +140,52 @@ pub fn backward(
 /// A product whose result has the size of a block's vectors.
 const fn vectors(config: BlockConfig) -> Product {
     Product::ab(config.c(), config.y(), config.over_tokens())
+}
+
+/// Starts to read what the scores of a head need.
+#[cube]
+fn start_scores(
+    arena: &mut SharedMemory<Chunk>,
+    inputs: &BlockInputs,
+    upstream: &Upstream,
+    of: &BlockOf,
+    head: usize,
+    #[comptime] config: BlockConfig,
+) {
+    start_head(arena, &inputs.q, of, head, comptime!(config.q()), config);
+    start_head(arena, &upstream.d_o, of, head, comptime!(config.d_o()), config);
+    start_head(arena, &inputs.v, of, of.kv_head, comptime!(config.values_back()), config);
+}
+
+/// Starts to read the gradients of a head's moved queries.
+#[cube]
+fn start_queries(
+    arena: &mut SharedMemory<Chunk>,
+    upstream: &Upstream,
+    of: &BlockOf,
+    head: usize,
+    shape: &BlockShape,
+    #[comptime] config: BlockConfig,
+) {
+    let heads = shape.heads as usize;
+    let to = comptime!(config.x_of_queries());
+    start_moved(arena, &upstream.q, of, head, heads, shape, to, config);
+}
+
+/// Starts to read the gradients of the moved keys, and G.
+#[cube]
+fn start_keys(
+    arena: &mut SharedMemory<Chunk>,
+    inverses: &Array<Chunk>,
+    upstream: &Upstream,
+    of: &BlockOf,
+    shape: &BlockShape,
+    #[comptime] config: BlockConfig,
+) {
+    let heads = shape.kv_heads as usize;
+    let to = comptime!(config.x_of_keys());
+    start_moved(arena, &upstream.k, of, of.kv_head, heads, shape, to, config);
+    start_inverse(arena, inverses, comptime!(config.g_again()));
 }
 
 /// From the scores of one head to their gradients, which are written; the gradient of v. Leaves −c.
@@ -146,9 +206,6 @@ fn weigh(
     let (d_o, v) = comptime!((config.d_o(), config.values_back()));
     let weights = comptime!(config.dc());
     let heads = shape.heads as usize;
-    start_head(arena, &inputs.q, of, head, comptime!(config.q()), config);
-    start_head(arena, &upstream.d_o, of, head, d_o, config);
-    start_head(arena, &inputs.v, of, of.kv_head, v, config);
     numbers.load_decay(&inputs.visibility, of, head, shape, config);
     let row = UNIT_POS as usize;
     if row < BLOCK {
@@ -157,6 +214,9 @@ fn weigh(
         numbers.delta[row] = upstream.delta[at];
     }
     finish_copies();
+    if comptime!(config.reads_ahead()) {
+        start_queries(arena, upstream, of, head, shape, config);
+    }
     let mut scores = begin_head(arena, shape, config);
     let p = comptime!(Product::ab(config.c(), config.m(), config.squares()));
     let tile = WarpTile::new(p);
@@ -290,7 +350,6 @@ fn add_sums(
 #[cube]
 fn move_back(
     arena: &mut SharedMemory<Chunk>,
-    upstream: &Upstream,
     gradients: &mut BlockGradients,
     sums: &mut Sums,
     of: &BlockOf,
@@ -299,11 +358,8 @@ fn move_back(
     #[comptime] config: BlockConfig,
 ) {
     let (w, k, y, m) = comptime!((config.w(), config.k(), config.y(), config.m()));
-    let (q, c, x) = comptime!((config.q(), config.c(), config.x()));
+    let (q, c, x) = comptime!((config.q(), config.c(), config.x_of_queries()));
     let (ds, dc) = comptime!((config.ds(), config.dc()));
-    let heads = shape.heads as usize;
-    start_moved(arena, &upstream.q, of, head, heads, shape, config);
-    finish_copies();
 
     // 1. dc = −(dS mᵀ + dq̃ Yᵀ); m, Y and k.
     let (squares, over_tokens) = comptime!((config.squares(), config.over_tokens()));
@@ -351,22 +407,45 @@ fn start_moved(
     head: usize,
     heads: usize,
     shape: &BlockShape,
+    #[comptime] to: Operand,
     #[comptime] config: BlockConfig,
 ) {
     let d = config.head_dim;
-    let (x, chunks) = comptime!((config.x(), d / CHUNK));
-    let low = comptime!(x.low.expect("the sum of two matrices"));
+    let chunks = comptime!(d / CHUNK);
+    let low = comptime!(to.low.expect("the sum of two matrices"));
     let base = of.padded_row(head, heads) * chunks;
     let (stride, rows) = (heads * chunks, BLOCK.runtime());
     let group = heads / shape.kv_heads as usize;
     let to_low = CUBE_COUNT_X as usize * group * comptime!(BLOCK * chunks);
     let columns = comptime!(config.columns());
-    start_load(arena, source, base, stride, rows, d, comptime!(x.high), columns);
+    start_load(arena, source, base, stride, rows, d, comptime!(to.high), columns);
     start_load(arena, source, base + to_low, stride, rows, d, low, columns);
 }
 
+/// Starts to read part 0 of the gradient of R, its numbers rounded, or part 1, the rest, or with room for it both.
+#[cube]
+fn start_transform(
+    arena: &mut SharedMemory<Chunk>,
+    upstream: &Upstream,
+    of: &BlockOf,
+    #[comptime] part: usize,
+    shape: &BlockShape,
+    #[comptime] config: BlockConfig,
+) {
+    let d = config.head_dim;
+    let (stride, rows) = (comptime!(d / CHUNK).runtime(), d.runtime());
+    let all = comptime!(d * d / CHUNK);
+    let base = (of.transform(shape) * 2 + part) * all;
+    let to = comptime!(if config.reads_ahead() { config.whole_d_r() } else { config.d_r() });
+    let columns = comptime!(config.columns());
+    start_load(arena, &upstream.r, base, stride, rows, d, comptime!(to.high), columns);
+    if let Some(low) = comptime!(to.low) {
+        start_load(arena, &upstream.r, base + all, stride, rows, d, low, columns);
+    }
+}
+
 /// The gradients of the moved keys and of R: adds to those of m, Y and w. Then the first two are in shared memory, and
-/// G is in the place of c.
+/// G, too.
 #[cube]
 fn transform_back(
     arena: &mut SharedMemory<Chunk>,
@@ -377,34 +456,32 @@ fn transform_back(
     shape: &BlockShape,
     #[comptime] config: BlockConfig,
 ) {
-    let d = config.head_dim;
-    let (w, y, m, x) = comptime!((config.w(), config.y(), config.m(), config.x()));
+    let (w, y, m) = comptime!((config.w(), config.y(), config.m()));
+    let x = comptime!(config.x_of_keys());
 
-    // 1. dY += W dRᵀ and dW += Y dR, of dR rounded, and of the rest.
-    #[unroll]
-    for part in 0..2usize {
-        let rest = comptime!(part == 1);
-        let (stride, rows) = (comptime!(d / CHUNK).runtime(), d.runtime());
-        let base = (of.transform(shape) * 2 + part) * comptime!(d * d / CHUNK);
-        let (d_r, columns) = comptime!((config.d_r(), config.columns()));
-        start_load(arena, &upstream.r, base, stride, rows, d, comptime!(d_r.high), columns);
+    // 1. dY += W dRᵀ and dW += Y dR: at once, or of dR rounded, and of the rest.
+    if comptime!(config.reads_ahead()) {
         finish_copies();
-        let of_w = comptime!(if rest { w.rounded() } else { w });
-        let of_y = comptime!(if rest { y.rounded() } else { y });
-        let size = comptime!(config.of_transform());
-        start_product(arena, &mut sums.y, comptime!(Product::abt(of_w, d_r, size)));
-        start_product(arena, &mut sums.w, comptime!(Product::ab(of_y, d_r, size)));
-        wait(&mut sums.y, 0usize);
-        wait(&mut sums.w, 0usize);
-        sync();
+        add_transform(arena, sums, w, y, comptime!(config.whole_d_r()), config);
+    } else {
+        #[unroll]
+        for part in 0..2usize {
+            start_transform(arena, upstream, of, part, shape, config);
+            finish_copies();
+            let of_w = comptime!(if part == 1 { w.rounded() } else { w });
+            let of_y = comptime!(if part == 1 { y.rounded() } else { y });
+            add_transform(arena, sums, of_w, of_y, comptime!(config.d_r()), config);
+            sync();
+        }
+        start_keys(arena, inverses, upstream, of, shape, config);
     }
 
     // 2. dK += dk̃, dm −= W dk̃ᵀ and dW −= m dk̃.
-    start_moved(arena, &upstream.k, of, of.kv_head, shape.kv_heads as usize, shape, config);
-    start_inverse(arena, inverses, comptime!(config.c()));
     scale(&mut sums.m, -1f32);
     scale(&mut sums.w, -1f32);
-    finish_copies();
+    if comptime!(!config.reads_ahead()) {
+        finish_copies();
+    }
     let of_m = comptime!(Product::abt(w, x, config.over_channels()));
     let of_w = comptime!(Product::ab(m, x, config.over_tokens()));
     let tile = WarpTile::new(of_w);
@@ -417,8 +494,25 @@ fn transform_back(
     scale(&mut sums.w, -1f32);
     sync();
     write(arena, &sums.m, &WarpTile::new(of_m), comptime!(config.ds()));
-    write(arena, &sums.y, &tile, x);
+    write(arena, &sums.y, &tile, comptime!(config.x()));
     sync();
+}
+
+/// Adds W dRᵀ to the gradient of Y, and Y dR to that of w.
+#[cube]
+fn add_transform(
+    arena: &SharedMemory<Chunk>,
+    sums: &mut Sums,
+    #[comptime] w: Operand,
+    #[comptime] y: Operand,
+    #[comptime] d_r: Operand,
+    #[comptime] config: BlockConfig,
+) {
+    let size = comptime!(config.of_transform());
+    start_product(arena, &mut sums.y, comptime!(Product::abt(w, d_r, size)));
+    start_product(arena, &mut sums.w, comptime!(Product::ab(y, d_r, size)));
+    wait(&mut sums.y, 0usize);
+    wait(&mut sums.w, 0usize);
 }
 
 /// Through m = G diag(β) B and Y = G diag(β) W: the gradients of k, w and β.
@@ -433,7 +527,7 @@ fn solve_back(
     #[comptime] config: BlockConfig,
 ) {
     let (w, k, y, m) = comptime!((config.w(), config.k(), config.y(), config.m()));
-    let (c, x, ds, dc) = comptime!((config.c(), config.x(), config.ds(), config.dc()));
+    let (c, x, ds, dc) = comptime!((config.g_again(), config.x(), config.ds(), config.dc()));
 
     // 1. Gᵀ dm and Gᵀ dY.
     let p = comptime!(Product::atb(c, ds, config.squares()));

@@ -59,6 +59,9 @@ pub fn forward(
     let mut arena = SharedMemory::<Chunk>::new_aligned(comptime!(config.forward_chunks()), ALIGN);
     let mut numbers = Numbers::new();
     let of = BlockOf::own(&shape);
+    let heads = shape.heads as usize;
+    let group = heads / shape.kv_heads as usize;
+    start_queries(&mut arena, inputs, &of, of.kv_head * group, comptime!(own.is_some()), config);
     begin(&mut arena, &mut numbers, inputs, inverses, &of, config);
 
     // 1. R = Yᵀ W.
@@ -78,14 +81,13 @@ pub fn forward(
     write_numbers(&mut moved.k, &acc, &tile, base, kv_heads * comptime!(d / 2), config);
 
     // 3. The queries, and what they see.
-    let heads = shape.heads as usize;
-    let group = heads / shape.kv_heads as usize;
     for member in 0..group {
         let head = of.kv_head * group + member;
-        sync();
-        start_head(&mut arena, &inputs.q, &of, head, comptime!(config.q()), config);
+        if member > 0 {
+            sync();
+            start_queries(&mut arena, inputs, &of, head, comptime!(own.is_some()), config);
+        }
         if comptime!(own.is_some()) {
-            start_head(&mut arena, &inputs.v, &of, of.kv_head, comptime!(config.v()), config);
             numbers.load_decay(&inputs.visibility, &of, head, &shape, config);
         }
         finish_copies();
@@ -115,7 +117,23 @@ pub fn forward(
     }
 }
 
-/// Reads w, k, β and G; computes Y = G diag(β) W and m = G diag(β) B, B = W Kᵀ below the diagonal.
+/// Starts to read a head's queries and, for attention, the values.
+#[cube]
+fn start_queries(
+    arena: &mut SharedMemory<Chunk>,
+    inputs: &BlockInputs,
+    of: &BlockOf,
+    head: usize,
+    #[comptime] with_values: bool,
+    #[comptime] config: BlockConfig,
+) {
+    start_head(arena, &inputs.q, of, head, comptime!(config.q()), config);
+    if with_values {
+        start_head(arena, &inputs.v, of, of.kv_head, comptime!(config.v()), config);
+    }
+}
+
+/// Reads w, k, β and G, and waits for all copies; computes Y = G diag(β) W and m = G diag(β) B, B = W Kᵀ below the diagonal.
 #[cube]
 pub fn begin(
     arena: &mut SharedMemory<Chunk>,

@@ -112,7 +112,7 @@ impl BlockConfig {
         Operand::split(5 * self.width(), SQUARE)
     }
 
-    /// The inverse G; later −c, then weights in the forward pass, and G again, then D E, in the backward pass.
+    /// The inverse G; later −c, then weights in the forward pass.
     pub const fn c(&self) -> Operand {
         Operand::split(5 * self.width() + 2 * SQUARE, SQUARE)
     }
@@ -167,8 +167,47 @@ impl BlockConfig {
         Operand::split(self.behind_c() + 3 * self.width() + 2 * SQUARE, SQUARE)
     }
 
+    /// The first chunk behind dc.
+    const fn behind_dc(&self) -> usize {
+        self.behind_c() + 3 * self.width() + 4 * SQUARE
+    }
+
+    /// Whether the backward pass has room to read upstream gradients and G ahead, each in a place of its own.
+    pub const fn reads_ahead(&self) -> bool {
+        self.head_dim <= PANEL_DIM
+    }
+
+    /// The gradients of moved queries.
+    pub const fn x_of_queries(&self) -> Operand {
+        if self.reads_ahead() { Operand::split(self.behind_dc(), self.width()) } else { self.x() }
+    }
+
+    /// The gradients of moved keys.
+    pub const fn x_of_keys(&self) -> Operand {
+        if self.reads_ahead() {
+            Operand::split(self.behind_dc() + 2 * self.width(), self.width())
+        } else {
+            self.x()
+        }
+    }
+
+    /// The gradient of R, if there is room to read ahead.
+    pub const fn whole_d_r(&self) -> Operand {
+        Operand::split(self.behind_dc() + 4 * self.width(), self.width())
+    }
+
+    /// G, read again; later D E.
+    pub const fn g_again(&self) -> Operand {
+        if self.reads_ahead() {
+            Operand::split(self.behind_dc() + 6 * self.width(), SQUARE)
+        } else {
+            self.c()
+        }
+    }
+
     /// Chunks of the backward pass.
     pub const fn backward_chunks(&self) -> usize {
-        self.behind_c() + 3 * self.width() + 4 * SQUARE
+        let ahead = if self.reads_ahead() { 6 * self.width() + 2 * SQUARE } else { 0 };
+        self.behind_dc() + ahead
     }
 }
