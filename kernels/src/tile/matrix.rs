@@ -9,7 +9,9 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 
 use super::product::THREADS;
-use super::{Accumulator, Bf16Pair, CHUNK, Chunk, Pair, half};
+use super::{
+    Accumulator, Bf16Pair, Bf16Quad, CHUNK, Chunk, Pair, half, quad_in_two_chunks, quad_of_row,
+};
 
 /// Warps of a block.
 pub const WARPS: usize = THREADS / 32;
@@ -287,7 +289,7 @@ pub fn write(
 }
 
 /// Writes the rows of an accumulator before `count` to rows of `stride` pairs in global memory, from pair `base` on,
-/// rounded to bf16.
+/// both even, rounded to bf16. All lanes of the warp call it.
 #[cube]
 pub fn write_rows(
     output: &mut Array<Bf16Pair>,
@@ -298,14 +300,16 @@ pub fn write_rows(
     count: usize,
     #[comptime] p: Product,
 ) {
+    let mut quads = output.to_slice_mut().with_vector_size::<Const<4>>();
     #[unroll]
     for r in 0..2usize {
         let row = tile.row(r);
-        if row < count {
-            #[unroll]
-            for f in 0..comptime!(p.fragments()) {
-                output[base + row * stride + tile.column(f) / 2] =
-                    Bf16Pair::cast_from(acc.index(f)[r]);
+        let at = (base + row * stride) / 2 + tile.column / 4 + quad_in_two_chunks();
+        #[unroll]
+        for two in 0..comptime!(p.fragments() / 2) {
+            let quad = quad_of_row(acc, two, r);
+            if row < count {
+                quads[at + comptime!(two * CHUNK / 2)] = Bf16Quad::cast_from(quad);
             }
         }
     }

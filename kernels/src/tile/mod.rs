@@ -43,6 +43,12 @@ pub type Chunk = Vector<bf16, Const<CHUNK>>;
 /// Two neighbouring columns of an operand's fragment.
 pub type Bf16Pair = Vector<bf16, Const<2>>;
 
+/// Four numbers.
+pub type Quad = Vector<f32, Const<4>>;
+
+/// Four numbers in bf16.
+pub type Bf16Quad = Vector<bf16, Const<4>>;
+
 /// Two neighbouring columns of an accumulator.
 pub type Pair = Vector<f32, Const<2>>;
 
@@ -431,14 +437,14 @@ pub fn add_pb_of_rows(
     }
 }
 
-/// Writes an accumulator of 16 rows, a lane's two rows times `factors`, as rows of a tensor of pairs.
+/// Writes an accumulator of 16 rows, a lane's two rows times `factors`, as rows of a tensor of quads.
 /// `row` is the warp's first row; rows from `total` on are not written, nor channels past `chunks`. `base` and
-/// `stride` are in chunks.
+/// `stride` are in chunks. Lanes swap pairs with their neighbours, such that each has quads of every other chunk.
 #[cube]
 pub fn store_rows<O: Numeric>(
     acc: &Accumulator,
     factors: &Array<f32>,
-    output: &mut Array<Vector<O, Const<2>>>,
+    output: &mut Array<Vector<O, Const<4>>>,
     base: usize,
     stride: usize,
     row: usize,
@@ -449,19 +455,53 @@ pub fn store_rows<O: Numeric>(
     #[unroll]
     for r in 0..2usize {
         let row = row + r * 8 + lane / 4;
-        if row < total {
-            // In pairs; base and stride count chunks.
-            let to = (base + row * stride) * comptime!(CHUNK / 2) + lane % 4;
-            #[unroll]
-            for column in 0..chunks {
-                let value = acc.index(column)[r];
-                let mut pair = Pair::empty();
-                pair[0] = value[0] * factors[r];
-                pair[1] = value[1] * factors[r];
-                output[to + column * 4] = Vector::cast_from(pair);
+        let to = (base + row * stride) * comptime!(CHUNK / 4) + quad_in_two_chunks();
+        #[unroll]
+        for two in 0..comptime!(chunks.div_ceil(2)) {
+            let quad = quad_of_row(acc, two, r) * Quad::cast_from(factors[r]);
+            if (row < total) & has_quad(two, chunks) {
+                output[to + comptime!(two * CHUNK / 2)] = Vector::cast_from(quad);
             }
         }
     }
+}
+
+/// Four channels of chunk 2·`two` or 2·`two` + 1 of the lane's row `r` of an accumulator, at [`quad_in_two_chunks`].
+#[cube]
+pub fn quad_of_row(acc: &Accumulator, #[comptime] two: usize, #[comptime] r: usize) -> Quad {
+    let first = acc.index(comptime!(2 * two))[r];
+    let mut second = Pair::cast_from(0f32);
+    if comptime!(2 * two + 1 < acc.len()) {
+        second = acc.index(comptime!(2 * two + 1))[r];
+    }
+    quad_of_two_lanes(first, second)
+}
+
+/// Whether there is such a chunk, of `chunks` in a row.
+#[cube]
+pub fn has_quad(#[comptime] two: usize, #[comptime] chunks: usize) -> bool {
+    comptime!(2 * two + 1 < chunks) || UNIT_POS_PLANE % 2 == 0
+}
+
+/// Swaps pairs with the neighbouring lane: an even lane gets the `first` pairs of both, an odd one the `second` ones.
+/// So lanes that hold pairs of two chunks write whole sectors of memory.
+#[cube]
+pub fn quad_of_two_lanes(first: Pair, second: Pair) -> Quad {
+    let odd = UNIT_POS_PLANE % 2 == 1;
+    let mut quad = Quad::empty();
+    #[unroll]
+    for c in 0..2usize {
+        let other = plane_shuffle_xor(select(odd, first[c], second[c]), 1);
+        quad[c] = select(odd, other, first[c]);
+        quad[comptime!(c + 2)] = select(odd, second[c], other);
+    }
+    quad
+}
+
+/// Where the quad that [`quad_of_two_lanes`] gives is in two neighbouring chunks of the lane's row of an accumulator.
+#[cube]
+pub fn quad_in_two_chunks() -> usize {
+    UNIT_POS_PLANE as usize % 2 * comptime!(CHUNK / 4) + UNIT_POS_PLANE as usize % 4 / 2
 }
 
 /// Stages `count` values, distributed over a warp's lanes, in part `part` of `smem`.

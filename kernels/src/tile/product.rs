@@ -12,10 +12,7 @@ use burn::tensor::bf16;
 use cubecl::cmma::MmaDefinition;
 use cubecl::prelude::*;
 
-use super::{Accumulator, Bf16Pair, Pair, keep_loop, split_pair};
-
-/// Four neighbouring elements of a row.
-pub type Quad = Vector<f32, Const<4>>;
+use super::{Accumulator, Bf16Pair, Pair, Quad, keep_loop, split_pair};
 
 /// Threads of a block.
 pub const THREADS: usize = 256;

@@ -7,10 +7,8 @@
 
 use cubecl::prelude::*;
 
+use super::Quad;
 use super::asm::{emit, name_of};
-
-/// Four neighbouring values of a sum.
-pub type Vec4 = Vector<f32, Const<4>>;
 
 /// Waits until `turns[at]` is `turn`.
 #[cube]
@@ -61,8 +59,8 @@ fn pass(turns: &Array<Atomic<u32>>, at: &Array<usize>) {
 /// is there.
 #[cube]
 pub fn start_add(
-    tile: &SharedMemory<Vec4>,
-    sums: &Array<Vec4>,
+    tile: &SharedMemory<Quad>,
+    sums: &Array<Quad>,
     at: usize,
     stores: bool,
     #[comptime] bytes: usize,
@@ -79,8 +77,8 @@ pub fn start_add(
 #[cube]
 #[expect(unused_variables, reason = "cubecl's intrinsics use their arguments in expansion")]
 fn start_copy(
-    tile: &SharedMemory<Vec4>,
-    sums: &Array<Vec4>,
+    tile: &SharedMemory<Quad>,
+    sums: &Array<Quad>,
     at: &Array<usize>,
     #[comptime] adds: bool,
     #[comptime] bytes: usize,

@@ -6,7 +6,7 @@
 use burn::tensor::bf16;
 use cubecl::prelude::*;
 
-use super::heads::HeadPairs;
+use super::heads::HeadQuads;
 use super::hooks::{
     BiasArgs, Biases, BiasesOf, Hooks, OperandArgs, Operands, OperandsOf, Score, ScoreArgs,
     ScoreOf, StatisticsOf, Weight, WeightArgs, WeightOf, adds_something, sparse,
@@ -43,7 +43,7 @@ pub fn forward<A: Hooks>(
     biases: &BiasArgs<A>,
     score: &ScoreArgs<A>,
     weight: &WeightArgs<A>,
-    o: &mut HeadPairs<bf16>,
+    o: &mut HeadQuads<bf16>,
     statistics: &mut StatisticsOf<A>,
     carries: &mut ComptimeOption<SavedCarries>,
     problem: ProblemShape,

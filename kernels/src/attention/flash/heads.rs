@@ -4,7 +4,7 @@ use burn::tensor::{DType, bf16};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
-use super::PAIR;
+use super::{PAIR, QUAD};
 use crate::cuda::{CudaTensor, WIDE, buffer, contiguous, empty};
 use crate::tile::{Accumulator, CHUNK, PANEL_DIM, RowStrides, RowStridesLaunch, store_rows};
 
@@ -65,6 +65,11 @@ impl Heads {
         HeadPairsLaunch::new(buffer(&self.tensor, PAIR), self.row_strides())
     }
 
+    /// The tensor as quads of channels.
+    pub fn quads<O: Numeric>(&self) -> HeadQuadsLaunch<O, CudaRuntime> {
+        HeadQuadsLaunch::new(buffer(&self.tensor, QUAD), self.row_strides())
+    }
+
     /// A tensor map for TMA loads of `rows` rows.
     pub fn tensor_map(&self, rows: usize) -> TensorMapArg<CudaRuntime, Tiled> {
         let (handle, strides) = (self.tensor.handle.clone(), self.strides());
@@ -92,7 +97,19 @@ impl<O: Numeric> HeadPairs<O> {
         (self.strides.base(batch, head) + row * self.strides.row as usize) * comptime!(CHUNK / 2)
             + unit
     }
+}
 
+/// A tensor `[batch, heads, rows, channels]` as quads of channels.
+#[derive(CubeType, CubeLaunch)]
+pub struct HeadQuads<O: Numeric> {
+    /// Its elements.
+    pub quads: Array<Vector<O, Const<4>>>,
+    /// The strides of its rows.
+    pub strides: RowStrides,
+}
+
+#[cube]
+impl<O: Numeric> HeadQuads<O> {
     /// Writes a warp's 16 rows from `row` on, `channels` each, times their factors, except those from `total` on.
     pub fn store(
         &mut self,
@@ -106,7 +123,7 @@ impl<O: Numeric> HeadPairs<O> {
     ) {
         let (base, stride) = (self.strides.base(batch, head), self.strides.row as usize);
         let chunks = comptime!(channels / CHUNK);
-        store_rows::<O>(acc, factors, &mut self.pairs, base, stride, row, total, chunks);
+        store_rows::<O>(acc, factors, &mut self.quads, base, stride, row, total, chunks);
     }
 }
 

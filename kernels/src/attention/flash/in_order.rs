@@ -228,8 +228,8 @@ impl<A: Hooks<Operands = PlainOperands>> FlashAttention<A> {
                     self.hooks.score(),
                     carries(),
                     KeyGradientsLaunch::<GradientOf<A>, CudaRuntime>::new(
-                        dk.pairs(),
-                        dv.pairs(),
+                        dk.quads(),
+                        dv.quads(),
                         None.into(),
                     ),
                     self.problem(),

@@ -44,7 +44,7 @@ use self::backward::{BackwardInputsLaunch, LANES_PER_ROW, dkv, dq, dqkv};
 pub use self::cache_buffer::{CacheBuffer, capacity, expired};
 pub use self::decode::decode;
 use self::forward::QkvLaunch;
-pub use self::heads::{HeadPairs, Heads};
+pub use self::heads::{HeadPairs, HeadQuads, Heads};
 use self::hooks::{
     Biases, BiasesOf, GradientOf, Hooks, LaunchOf, Operands, OperandsOf, SavedRows, Score, ScoreOf,
     StatisticsOf, sums_of_columns, sums_of_rows,
@@ -60,6 +60,9 @@ use crate::tile::{CHUNK, PANEL_DIM};
 
 /// Elements per vector that a kernel writes.
 pub const PAIR: usize = 2;
+
+/// Elements of a quad.
+const QUAD: usize = 4;
 
 /// Channels of a head in shared memory: `head_dim` rounded up to whole panels.
 pub fn padded(head_dim: usize) -> usize {
@@ -349,7 +352,7 @@ impl<A: Hooks> FlashAttention<A> {
                 self.hooks.biases(),
                 self.hooks.score(),
                 self.hooks.weight(),
-                o.pairs(),
+                o.quads(),
                 statistics,
                 carries.into(),
                 self.problem(),
@@ -424,7 +427,7 @@ impl<A: Hooks> FlashAttention<A> {
                 self.hooks.biases(),
                 self.hooks.score(),
                 saved,
-                dq.pairs(),
+                dq.quads(),
                 ds_rows.map(|x| buffer(x, 1)).into(),
                 carries.into(),
                 self.problem(),
@@ -465,8 +468,8 @@ impl<A: Hooks> FlashAttention<A> {
                     self.hooks.score(),
                     saved(),
                     KeyGradientsLaunch::new(
-                        dk.pairs(),
-                        dv.pairs(),
+                        dk.quads(),
+                        dv.quads(),
                         ds_columns.map(|x| buffer(x, 1)).into(),
                     ),
                     self.problem(),
@@ -520,8 +523,8 @@ impl<A: Hooks> FlashAttention<A> {
                 self.hooks.score(),
                 saved,
                 KeyGradientsLaunch::new(
-                    dk.pairs(),
-                    dv.pairs(),
+                    dk.quads(),
+                    dv.quads(),
                     ds_columns.map(|x| buffer(x, 1)).into(),
                 ),
                 DqSumsLaunch::new(
@@ -538,8 +541,7 @@ impl<A: Hooks> FlashAttention<A> {
                 CubeCount::Static(as_u32(tiles), as_u32(batch * heads), 1),
                 CubeDim::new_1d(dq_sums::THREADS as u32),
                 buffer(&sums, 4),
-                buffer(&dq.tensor, 4),
-                dq.row_strides(),
+                dq.quads(),
                 ds_rows.map(|x| buffer(x, 1)).into(),
                 self.problem(),
                 config,

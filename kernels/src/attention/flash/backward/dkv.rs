@@ -3,7 +3,7 @@
 use burn::tensor::bf16;
 use cubecl::prelude::*;
 
-use super::super::heads::HeadPairs;
+use super::super::heads::HeadQuads;
 use super::super::hooks::{
     BiasArgs, Biases, BiasesOf, GradientOf, Hooks, OperandArgs, Operands, OperandsOf, SavedRows,
     Score, ScoreArgs, ScoreOf, Weight, WeightOf, four_statistics, sums_of_columns,
@@ -31,9 +31,9 @@ pub enum DkvOutputs {
 #[derive(CubeType, CubeLaunch)]
 pub struct KeyGradients<O: Numeric> {
     /// `[batch, kv_heads, keys, head_dim]`
-    pub dk: HeadPairs<O>,
+    pub dk: HeadQuads<O>,
     /// `[batch, kv_heads, keys, value_dim]`: the part of each head of k, also where several share their values.
-    pub dv: HeadPairs<bf16>,
+    pub dv: HeadQuads<bf16>,
     /// With [`sums_of_columns`], Σ_i dS_ij of each key, `[batch, heads, keys]`, zero-initialised.
     pub ds_columns: ComptimeOption<Array<f32>>,
 }

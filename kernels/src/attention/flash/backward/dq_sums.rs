@@ -2,12 +2,12 @@
 
 use cubecl::prelude::*;
 
-use super::super::hooks::{GradientOf, Hooks, Operands, OperandsOf, sums_of_rows};
+use super::super::hooks::{Hooks, Operands, OperandsOf, sums_of_rows};
 use super::super::problem::{KernelConfig, ProblemShape};
+use super::GradientOutput;
 use super::dqkv::CONSUMER_WARPS;
-use crate::tile::turns::Vec4;
 use crate::tile::warpgroup::GROUP_ROWS;
-use crate::tile::{Accumulator, CHUNK, Pair, RowStrides};
+use crate::tile::{Accumulator, CHUNK, Pair, Quad};
 
 /// Vectors of four that a query tile has in [`DqSums::sums`].
 pub const fn vectors_per_tile(config: KernelConfig, with_sums: bool) -> usize {
@@ -29,7 +29,7 @@ pub const fn dq_fragments(config: KernelConfig) -> usize {
 pub struct DqSums {
     /// dq of each query tile, `[batch, heads, query tiles, vectors_per_tile]`: the accumulators' registers, and
     /// with [`sums_of_rows`] Σ_j dS_ij of its queries.
-    pub sums: Array<Vec4>,
+    pub sums: Array<Quad>,
     /// The next ticket, then how many key blocks have added to each tile, `[batch, heads, query tiles]`;
     /// zero-initialised.
     pub turns: Array<Atomic<u32>>,
@@ -91,9 +91,8 @@ pub const THREADS: usize = 256;
 /// Grid: query tiles, batch · heads.
 #[cube(launch_unchecked, address_type = "u64")]
 pub fn dq_from_sums<A: Hooks>(
-    sums: &Array<Vec4>,
-    dq: &mut Array<Vector<GradientOf<A>, Const<4>>>,
-    strides: RowStrides,
+    sums: &Array<Quad>,
+    dq: &mut GradientOutput<A>,
     ds_rows: &mut ComptimeOption<Array<f32>>,
     problem: ProblemShape,
     #[comptime] config: KernelConfig,
@@ -107,7 +106,7 @@ pub fn dq_from_sums<A: Hooks>(
     let (batch, head) = (CUBE_POS_Y / problem.heads, CUBE_POS_Y % problem.heads);
     let first_query = CUBE_POS_X as usize * tile;
     let base = (batch_head * CUBE_COUNT_X as usize + CUBE_POS_X as usize) * vectors;
-    let base_row = strides.base(batch as usize, head as usize);
+    let base_row = dq.strides.base(batch as usize, head as usize);
 
     let mut factor = 1f32;
     if comptime!(OperandsOf::<A>::SCALES_GRADIENTS) {
@@ -115,7 +114,7 @@ pub fn dq_from_sums<A: Hooks>(
     }
     // A unit is four channels of two rows. No load waits for a store.
     let rounds = comptime!(dq_vectors(config) / 2 / THREADS);
-    let mut loaded = Array::<Vec4>::new(comptime!(2 * rounds));
+    let mut loaded = Array::<Quad>::new(comptime!(2 * rounds));
     #[unroll]
     for round in 0..rounds {
         let unit = Unit::new(UNIT_POS as usize + comptime!(round * THREADS), config);
@@ -130,13 +129,13 @@ pub fn dq_from_sums<A: Hooks>(
         for r in 0..2usize {
             let row = first_query + unit.row + r * 8;
             if (row < queries) & (unit.channel < head_dim) {
-                let mut four = Vec4::empty();
+                let mut four = Quad::empty();
                 four[0] = left[comptime!(2 * r)] * factor;
                 four[1] = left[comptime!(2 * r + 1)] * factor;
                 four[2] = right[comptime!(2 * r)] * factor;
                 four[3] = right[comptime!(2 * r + 1)] * factor;
-                let at = (base_row + row * strides.row as usize) * comptime!(CHUNK / 4);
-                dq[at + unit.channel / 4] = Vector::cast_from(four);
+                let at = (base_row + row * dq.strides.row as usize) * comptime!(CHUNK / 4);
+                dq.quads[at + unit.channel / 4] = Vector::cast_from(four);
             }
         }
     }

@@ -30,13 +30,13 @@ use super::query_tile::QueryTile;
 use crate::tile::roles::{
     Ring, Tickets, blocks_per_multiprocessor, set_registers, sync_first_threads,
 };
-use crate::tile::turns::{Vec4, pass_turn, start_add, wait_for_adds, wait_for_turn};
+use crate::tile::turns::{pass_turn, start_add, wait_for_adds, wait_for_turn};
 use crate::tile::warpgroup::{
     GROUP_ROWS, GROUP_WARPS, start_panels_atb, start_pb, start_tile_abt, store_a_frags, to_a_frags,
     uninit, uninit_a_frags, wait,
 };
 use crate::tile::{
-    ALIGN, CHUNK, Chunk, PANEL, PANEL_DIM, Pair, bytes, define_exp2, load_rows, sum_of_four,
+    ALIGN, CHUNK, Chunk, PANEL, PANEL_DIM, Pair, Quad, bytes, define_exp2, load_rows, sum_of_four,
     wait_parity, zeros,
 };
 
@@ -139,7 +139,7 @@ pub fn dqkv<A: Hooks>(
     let mut ds_tiles = SharedMemory::<Chunk>::new_aligned(comptime!(2 * ds_chunks), ALIGN);
     let row_pairs = comptime!(if with_sums { CONSUMER_WARPS * tile / 2 } else { 1 });
     let mut row_sums = SharedMemory::<Pair>::new_aligned(comptime!(2 * row_pairs), 8usize);
-    let mut dq_tile = SharedMemory::<Vec4>::new_aligned(vectors, 128usize);
+    let mut dq_tile = SharedMemory::<Quad>::new_aligned(vectors, 128usize);
     let mut query_tile = QueryTile::new(2usize, comptime!(four_statistics::<A>()), config);
     let mut most_first_key = SharedMemory::<u32>::new(2usize);
     let mut tickets = Tickets::new();
@@ -147,7 +147,7 @@ pub fn dqkv<A: Hooks>(
         // cubecl places what it sees used, here and not in one role alone.
         ds_tiles[0] = Chunk::cast_from(0f32);
         row_sums[0] = Pair::cast_from(0f32);
-        dq_tile[0] = Vec4::cast_from(0f32);
+        dq_tile[0] = Quad::cast_from(0f32);
         most_first_key[0] = 0u32;
         tickets.taken[0] = 0u32;
     }
@@ -493,7 +493,7 @@ pub fn dqkv<A: Hooks>(
                 #[unroll]
                 for n in 0..n_dq {
                     let fragment = dq_acc.index(n);
-                    let mut four = Vec4::empty();
+                    let mut four = Quad::empty();
                     #[unroll]
                     for r in 0..2usize {
                         let pair = fragment[r];
@@ -504,7 +504,7 @@ pub fn dqkv<A: Hooks>(
                 }
                 if with_sums {
                     if (UNIT_POS as usize) < comptime!(tile / 4) {
-                        let mut four = Vec4::cast_from(0f32);
+                        let mut four = Quad::cast_from(0f32);
                         #[unroll]
                         for w in 0..CONSUMER_WARPS {
                             let from = slot * row_pairs + w * (tile / 2) + UNIT_POS as usize * 2;

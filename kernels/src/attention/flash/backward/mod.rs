@@ -16,7 +16,7 @@ mod query_tile;
 use burn::tensor::bf16;
 use cubecl::prelude::*;
 
-use super::heads::HeadPairs;
+use super::heads::HeadQuads;
 use super::hooks::GradientOf;
 use crate::tile::{CHUNK, Chunk, RowStrides};
 
@@ -35,7 +35,7 @@ pub struct BackwardInputs {
 }
 
 /// The output for dq or dk.
-pub type GradientOutput<A> = HeadPairs<GradientOf<A>>;
+pub type GradientOutput<A> = HeadQuads<GradientOf<A>>;
 
 /// Lanes per row of [`row_dots()`].
 pub const LANES_PER_ROW: usize = 8;

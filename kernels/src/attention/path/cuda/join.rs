@@ -9,8 +9,7 @@ use crate::attention::flash::weight::SoftmaxOutput;
 use crate::attention::flash::{Heads, as_u32};
 use crate::cuda::{CudaTensor, buffer, empty};
 use crate::ops::cuda::{THREADS, blocks, dim, dims, elements};
-use crate::tile::product::Quad;
-use crate::tile::{CHUNK, Chunk, MASKED, RowStrides, define_exp2, exp2, log2};
+use crate::tile::{CHUNK, Chunk, MASKED, Quad, RowStrides, define_exp2, exp2, log2};
 
 /// Lanes that join a row's attention.
 const LANES_PER_ROW: usize = 4;

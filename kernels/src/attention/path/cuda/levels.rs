@@ -300,7 +300,7 @@ fn move_through(
             CubeCount::Static(as_u32(tokens / BLOCK), as_u32(heads), as_u32(batch)),
             CubeDim::new_1d(GROUP_THREADS as u32),
             buffer(x, 2),
-            buffer(&rows, 2),
+            buffer(&rows, 4),
             buffer(blocks, CHUNK),
             buffer(above, CHUNK),
             AllLevelsLaunch::new(

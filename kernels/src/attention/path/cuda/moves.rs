@@ -10,7 +10,10 @@ use super::split::{SplitRows, SplitTile, panels, split_fragments};
 use crate::tile::copies::{finish_copies, wait_for_chunks};
 use crate::tile::roles::blocks_per_multiprocessor;
 use crate::tile::warpgroup::{GROUP_ROWS, GROUP_THREADS, start_abt, start_pb, uninit, wait};
-use crate::tile::{AFragments, Bf16Pair, CHUNK, Chunk, PANEL_DIM, Pair, split_pair};
+use crate::tile::{
+    AFragments, Bf16Quad, CHUNK, Chunk, PANEL_DIM, Pair, quad_in_two_chunks, quad_of_two_lanes,
+    split_pair,
+};
 
 /// Whose vectors move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -225,7 +228,7 @@ impl AtLevel {
 #[cube(launch_unchecked, address_type = "u64")]
 pub fn move_vectors(
     x: &Array<Pair>,
-    rows: &mut Array<Bf16Pair>,
+    rows: &mut Array<Bf16Quad>,
     blocks: &Array<Chunk>,
     above: &Array<Chunk>,
     sizes: AllLevels,
@@ -233,7 +236,7 @@ pub fn move_vectors(
     #[comptime] config: MoveConfig,
 ) {
     let MoveConfig { head_dim, .. } = comptime!(config);
-    let (row_pairs, threads) = comptime!((head_dim / 2, GROUP_THREADS));
+    let (row_pairs, row_quads, threads) = comptime!((head_dim / 2, head_dim / 4, GROUP_THREADS));
     // As many as registers hold, or with 128 channels the transforms in shared memory.
     let at_once = comptime!(if config.groups() == 1 { 5usize } else { 3usize });
     blocks_per_multiprocessor(comptime!("move_vectors".to_string()), threads, at_once);
@@ -252,7 +255,7 @@ pub fn move_vectors(
             let in_part = token - at.position * at.part;
             let sequence = batch * (at.parts / 2) + at.position / 2;
             let row = at.rows + (sequence * at.part + in_part) * heads + head;
-            write(&high, rows, row * row_pairs, heads * row_pairs, config);
+            write(&high, rows, row * row_quads, heads * row_quads, config);
         }
         if at.moves(&sizes, moving) {
             finish_copies();
@@ -287,11 +290,11 @@ fn read(
     split_fragments(&vectors, comptime!(config.head_dim / 8))
 }
 
-/// Writes them.
+/// Writes them, the first one from quad `base` on.
 #[cube]
 fn write(
     vectors: &AFragments,
-    rows: &mut Array<Bf16Pair>,
+    rows: &mut Array<Bf16Quad>,
     base: usize,
     stride: usize,
     #[comptime] config: MoveConfig,
@@ -299,9 +302,11 @@ fn write(
     #[unroll]
     for r in 0..2usize {
         #[unroll]
-        for n in 0..comptime!(config.head_dim / 8) {
-            let at = base + comptime!(r * 8) * stride + n * 4 + UNIT_POS_PLANE as usize % 4;
-            rows[at] = vectors.index(comptime!(n / 2))[comptime!(n % 2 * 2 + r)];
+        for step in 0..comptime!(config.head_dim / 16) {
+            let at = base + comptime!(r * 8) * stride + step * 4 + quad_in_two_chunks();
+            let first = Pair::cast_from(vectors.index(step)[r]);
+            let second = Pair::cast_from(vectors.index(step)[comptime!(2 + r)]);
+            rows[at] = Bf16Quad::cast_from(quad_of_two_lanes(first, second));
         }
     }
 }

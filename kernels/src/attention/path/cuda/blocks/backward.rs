@@ -14,10 +14,12 @@ use super::memory::{
 use super::product::{
     Product, WarpTile, add_product, product, read, start_load, start_product, sync, write,
 };
-use crate::attention::flash::HeadPairs;
+use crate::attention::flash::HeadQuads;
 use crate::tile::copies::finish_copies;
 use crate::tile::warpgroup::wait;
-use crate::tile::{ALIGN, Accumulator, CHUNK, Chunk, Pair, define_exp2, exp2, scale, zeros};
+use crate::tile::{
+    ALIGN, Accumulator, CHUNK, Chunk, Pair, define_exp2, exp2, has_quad, quad_of_row, scale, zeros,
+};
 
 /// The gradients that the pass starts from; N is the number of tokens rounded up to whole blocks. Those of q, k and R
 /// are sums of two.
@@ -43,13 +45,13 @@ pub struct Upstream {
 #[derive(CubeType, CubeLaunch)]
 pub struct BlockGradients {
     /// Of q, with the scale.
-    pub q: HeadPairs<bf16>,
+    pub q: HeadQuads<bf16>,
     /// Of k.
-    pub k: HeadPairs<bf16>,
+    pub k: HeadQuads<bf16>,
     /// Of v.
-    pub v: HeadPairs<bf16>,
+    pub v: HeadQuads<bf16>,
     /// Of w.
-    pub w: HeadPairs<f32>,
+    pub w: HeadQuads<f32>,
     /// Of β, `[batch, kv_heads, tokens]`.
     pub beta: Array<f32>,
     /// With a decay: Σ_j dS_ij is added, `[batch, heads, tokens]`.
@@ -613,7 +615,7 @@ fn solve_back(
 /// Writes the rows of the block's tokens.
 #[cube]
 fn store<E: Numeric>(
-    to: &mut HeadPairs<E>,
+    to: &mut HeadQuads<E>,
     acc: &Accumulator,
     tile: &WarpTile,
     of: &BlockOf,
@@ -624,14 +626,13 @@ fn store<E: Numeric>(
     #[unroll]
     for r in 0..2usize {
         let row = tile.row(r);
-        if row < of.count {
-            let at = (base + row * stride) * comptime!(CHUNK / 2);
-            #[unroll]
-            for f in 0..acc.len() {
-                let column = tile.column(f);
-                if has_column(column, config) {
-                    to.pairs[at + column / 2] = Vector::cast_from(acc.index(f)[r]);
-                }
+        let at = (base + row * stride) * comptime!(CHUNK / 4);
+        #[unroll]
+        for two in 0..comptime!(acc.len().div_ceil(2)) {
+            let quad = quad_of_row(acc, two, r);
+            let column = tile.column_of_quad(two);
+            if (row < of.count) & has_quad(two, acc.len()) & has_column(column, config) {
+                to.quads[at + column / 4] = Vector::cast_from(quad);
             }
         }
     }

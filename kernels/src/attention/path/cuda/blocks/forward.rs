@@ -14,8 +14,8 @@ use crate::tile::product::THREADS;
 use crate::tile::roles::blocks_per_multiprocessor;
 use crate::tile::warpgroup::wait;
 use crate::tile::{
-    ALIGN, Accumulator, Bf16Pair, Chunk, MASKED, Pair, define_exp2, exp2, log2, scale, split_pair,
-    zeros,
+    ALIGN, Accumulator, Bf16Quad, Chunk, MASKED, Pair, Quad, define_exp2, exp2, has_quad, log2,
+    quad_of_row, scale, zeros,
 };
 
 /// The moved vectors and the transforms; N is the number of tokens rounded up to whole blocks. Rows past the last token
@@ -27,7 +27,7 @@ pub struct MovedOutputs {
     /// The keys moved to the ends of their blocks, `[batch, N, kv_heads, head_dim]`.
     pub k: Array<Pair>,
     /// R, as the sum of two, `[batch, N/64, kv_heads, 2, head_dim, head_dim]`.
-    pub r: Array<Bf16Pair>,
+    pub r: Array<Bf16Quad>,
 }
 
 /// Attention over the keys of the query's own block.
@@ -200,7 +200,7 @@ pub fn begin_head(
 /// Writes a transform, number `number`, as the sum of two matrices.
 #[cube]
 fn write_transform(
-    to: &mut Array<Bf16Pair>,
+    to: &mut Array<Bf16Quad>,
     acc: &Accumulator,
     tile: &WarpTile,
     number: usize,
@@ -210,16 +210,16 @@ fn write_transform(
     #[unroll]
     for r in 0..2usize {
         let row = tile.row(r);
-        if row < d {
-            #[unroll]
-            for f in 0..acc.len() {
-                let column = tile.column(f);
-                if has_column(column, config) {
-                    let (nearest, rest) = split_pair(acc.index(f)[r]);
-                    let at = number * comptime!(d * d) + row * comptime!(d / 2) + column / 2;
-                    to[at] = nearest;
-                    to[at + comptime!(d * d / 2)] = rest;
-                }
+        #[unroll]
+        for two in 0..comptime!(acc.len().div_ceil(2)) {
+            let quad = quad_of_row(acc, two, r);
+            let column = tile.column_of_quad(two);
+            if (row < d) & has_quad(two, acc.len()) & has_column(column, config) {
+                let nearest = Bf16Quad::cast_from(quad);
+                let at = number * comptime!(d * d / 2) + row * comptime!(d / 4) + column / 4;
+                to[at] = nearest;
+                to[at + comptime!(d * d / 4)] =
+                    Bf16Quad::cast_from(quad - Quad::cast_from(nearest));
             }
         }
     }

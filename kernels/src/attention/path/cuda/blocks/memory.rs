@@ -6,11 +6,10 @@ use cubecl::prelude::*;
 use super::layout::{BLOCK, BlockConfig, Operand};
 use super::product::{GROUPS, WarpTile, chunk_in, start_load};
 use crate::attention::decay::Sums;
-use crate::attention::flash::Strides;
+use crate::attention::flash::{HeadQuads, Strides};
 use crate::tile::matrix::pair;
-use crate::tile::product::Quad;
 use crate::tile::rows::{Own, rounds};
-use crate::tile::{Accumulator, CHUNK, Chunk, Pair, RowStrides, sum_of_four};
+use crate::tile::{Accumulator, CHUNK, Chunk, Pair, Quad, RowStrides, sum_of_four};
 
 /// Chunks of a row of a square.
 pub const SQUARE_CHUNKS: usize = BLOCK / CHUNK;
@@ -20,15 +19,6 @@ pub const SQUARE_CHUNKS: usize = BLOCK / CHUNK;
 pub struct HeadChunks {
     /// Its elements.
     pub chunks: Array<Chunk>,
-    /// The strides of its rows.
-    pub strides: RowStrides,
-}
-
-/// A tensor `[batch, heads, tokens, head_dim]` in f32.
-#[derive(CubeType, CubeLaunch)]
-pub struct HeadQuads {
-    /// Its elements.
-    pub quads: Array<Quad>,
     /// The strides of its rows.
     pub strides: RowStrides,
 }
@@ -67,7 +57,7 @@ pub struct BlockInputs {
     /// `[batch, kv_heads, tokens, head_dim]`
     pub v: HeadChunks,
     /// `[batch, kv_heads, tokens, head_dim]`
-    pub w: HeadQuads,
+    pub w: HeadQuads<f32>,
     /// `[batch, kv_heads, tokens]`
     pub beta: Array<f32>,
     /// The strides of β.

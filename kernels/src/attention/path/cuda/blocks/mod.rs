@@ -25,9 +25,7 @@ use self::backward::{BlockGradientsLaunch, UpstreamLaunch};
 use self::forward::{MovedOutputsLaunch, OwnOutputsLaunch};
 pub use self::layout::BLOCK;
 use self::layout::BlockConfig;
-use self::memory::{
-    BlockInputsLaunch, BlockShapeLaunch, HeadChunksLaunch, HeadQuadsLaunch, VisibilityLaunch,
-};
+use self::memory::{BlockInputsLaunch, BlockShapeLaunch, HeadChunksLaunch, VisibilityLaunch};
 use crate::attention::decay::DecaySums;
 use crate::attention::flash::{Heads, as_u32, strides};
 use crate::cuda::{CudaTensor, buffer, contiguous, empty};
@@ -36,9 +34,6 @@ use crate::tile::product::THREADS;
 
 /// Elements of a pair.
 const PAIR: usize = 2;
-
-/// Elements of a quad.
-const QUAD: usize = 4;
 
 /// The most channels of a head that shared memory holds.
 const MAX_HEAD_DIM: usize = 128;
@@ -214,7 +209,7 @@ impl Blocks {
             chunks(&self.q),
             chunks(&self.k),
             chunks(&self.v),
-            HeadQuadsLaunch::new(buffer(&self.w.tensor, QUAD), self.w.row_strides()),
+            self.w.quads(),
             buffer(&self.beta, 1),
             strides(&self.beta),
             visibility,
@@ -275,7 +270,7 @@ impl Blocks {
         let moved = MovedOutputsLaunch::new(
             buffer(&results.q, PAIR),
             buffer(&results.k, PAIR),
-            buffer(&results.r, PAIR),
+            buffer(&results.r, 4),
         );
         let own = own.map(|own| OwnOutputsLaunch::new(buffer(&own.o, PAIR), buffer(&own.lse, 1)));
         // SAFETY: a thread block stays within its block's tokens, and in padded tensors within its rows.
@@ -321,10 +316,10 @@ impl Blocks {
         );
         let [rows, columns] = [0, 1].map(|i| upstream.ds.map(|ds| buffer(ds[i], 1)).into());
         let gradients = BlockGradientsLaunch::new(
-            q.pairs(),
-            k.pairs(),
-            v.pairs(),
-            w.pairs(),
+            q.quads(),
+            k.quads(),
+            v.quads(),
+            w.quads(),
             buffer(&beta, 1),
             rows,
             columns,

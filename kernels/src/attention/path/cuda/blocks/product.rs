@@ -10,7 +10,10 @@ use super::layout::{BLOCK, BlockConfig, Operand, Panels};
 use crate::tile::copies::copy_chunk;
 use crate::tile::rows::{Own, rounds};
 use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS, SmemOperand, start_tiles, wait};
-use crate::tile::{Accumulator, CHUNK, Chunk, PANEL, PANEL_DIM, Pair, place_in, split_pair, zeros};
+use crate::tile::{
+    Accumulator, CHUNK, Chunk, PANEL, PANEL_DIM, Pair, place_in, quad_in_two_chunks, split_pair,
+    zeros,
+};
 
 /// Warpgroups of a block.
 pub const GROUPS: usize = 2;
@@ -144,6 +147,11 @@ impl WarpTile {
     /// The first of the lane's two columns in a fragment.
     pub fn column(&self, #[comptime] fragment: usize) -> usize {
         self.column + UNIT_POS_PLANE as usize % 4 * 2 + comptime!(8 * fragment)
+    }
+
+    /// The first column of the lane's quad in chunks 2·`two` and 2·`two` + 1 ([`quad_in_two_chunks`]).
+    pub fn column_of_quad(&self, #[comptime] two: usize) -> usize {
+        self.column + comptime!(2 * CHUNK * two) + quad_in_two_chunks() * 4
     }
 
     /// The number of the warp's part among those below one another.
