@@ -480,7 +480,7 @@ pub fn quad_of_row(acc: &Accumulator, #[comptime] two: usize, #[comptime] r: usi
 /// Whether there is such a chunk, of `chunks` in a row.
 #[cube]
 pub fn has_quad(#[comptime] two: usize, #[comptime] chunks: usize) -> bool {
-    comptime!(2 * two + 1 < chunks) || UNIT_POS_PLANE % 2 == 0
+    comptime!(2 * two + 1 < chunks) || UNIT_POS_PLANE & 1 == 0
 }
 
 /// Swaps pairs with the neighbouring lane: an even lane gets the `first` pairs of both, an odd one the `second` ones.

@@ -124,11 +124,8 @@ pub fn backward(
             start_queries(&mut arena, upstream, &of, head, &shape, config);
         }
         finish_copies();
-        if comptime!(config.reads_ahead()) {
-            if last {
-                start_transform(&mut arena, upstream, &of, 0usize, &shape, config);
-                start_keys(&mut arena, inverses, upstream, &of, &shape, config);
-            }
+        if last {
+            read_ahead(&mut arena, inverses, upstream, &of, &shape, config);
         }
         move_back(&mut arena, gradients, &mut sums, &of, head, &shape, config);
     }
@@ -188,6 +185,22 @@ fn start_keys(
     let to = comptime!(config.x_of_keys());
     start_moved(arena, &upstream.k, of, of.kv_head, heads, shape, to, config);
     start_inverse(arena, inverses, comptime!(config.g_again()));
+}
+
+/// Starts to read all further gradients, if there is room.
+#[cube]
+fn read_ahead(
+    arena: &mut SharedMemory<Chunk>,
+    inverses: &Array<Chunk>,
+    upstream: &Upstream,
+    of: &BlockOf,
+    shape: &BlockShape,
+    #[comptime] config: BlockConfig,
+) {
+    if comptime!(config.reads_ahead()) {
+        start_transform(arena, upstream, of, 0usize, shape, config);
+        start_keys(arena, inverses, upstream, of, shape, config);
+    }
 }
 
 /// From the scores of one head to their gradients, which are written; the gradient of v. Leaves −c.
