@@ -212,9 +212,15 @@ impl VariantSpec for Config {
         dtype: DType,
     ) -> f64 {
         let channels = Channels::of(self, shape);
+        // The directions in f32, before and after their normalisation.
+        let by_kernel = channels.by_kernel(dtype) + 2.0 * 4.0 * channels.k;
         match path {
-            // The directions in f32, before and after their normalisation.
-            ExecPath::Kernel(_) => channels.by_kernel(dtype) + 2.0 * 4.0 * channels.k,
+            ExecPath::Kernel(DeviceKind::Cpu) => by_kernel,
+            ExecPath::Kernel(DeviceKind::Cuda) => {
+                let heads = [shape.heads, shape.kv_heads];
+                let moved = cuda::saved_bytes(heads, shape.head_dim, seq_len);
+                by_kernel + moved as f64 / seq_len as f64
+            }
             ExecPath::Reference => channels.by_reference(shape.mean_keys(seq_len)),
         }
     }

@@ -241,13 +241,18 @@ impl Moved {
     }
 }
 
+/// All levels but the first and the last.
+pub fn middle(levels: &[Level]) -> &[Level] {
+    levels.get(1..levels.len().saturating_sub(1)).unwrap_or_default()
+}
+
 /// R of all levels but the first and the last.
 fn merge_all(levels: &[Level], blocks: &CudaTensor) -> CudaTensor {
     let [_, kv_heads, _, _, head_dim] = dims(blocks)[..] else {
         unreachable!("transforms have five dimensions")
     };
     let config = MoveConfig { head_dim };
-    let further = levels.get(1..levels.len().saturating_sub(1)).unwrap_or_default();
+    let further = middle(levels);
     let count: usize = further.iter().map(|level| level.batch * level.parts()).sum();
     let above = empty(blocks, &[count.max(1), kv_heads, 2, head_dim, head_dim], DType::BF16);
     let (mut from, mut parts, mut first) =

@@ -18,7 +18,7 @@ use burn::tensor::DType;
 use self::blocks::{BLOCK, BlockGrads, BlockUpstream, Blocks, OwnAttention};
 pub use self::decode::{PathKvCache, Tokens};
 use self::join::{join_attention, sum_of_levels};
-use self::levels::{Masks, Moved, MovedGradients, Saved};
+use self::levels::{Masks, Moved, MovedGradients, Saved, middle};
 use self::parts::{Half, Level};
 use super::op::Path;
 use crate::attention::decay::{self, DecaySums};
@@ -39,6 +39,18 @@ pub fn most_sequences(heads: [usize; 2], head_dim: usize, seq_len: usize) -> usi
     let of_grid = 65_535 / (heads[0] * seq_len.div_ceil(2 * BLOCK).max(1));
     let of_blocks = Blocks::most_tokens(heads, head_dim) / seq_len.next_multiple_of(BLOCK).max(1);
     of_grid.min(of_blocks)
+}
+
+/// Bytes that a sequence of `seq_len` tokens, with [query heads, kv heads] of `head_dim` channels, keeps for the backward
+/// pass beside inputs and outputs: G, R, and the queries and keys of all levels.
+pub fn saved_bytes([heads, kv_heads]: [usize; 2], head_dim: usize, seq_len: usize) -> usize {
+    let padded = seq_len.next_multiple_of(BLOCK);
+    let levels = Level::all(1, padded, BLOCK);
+    let rows: usize = levels.iter().map(|level| level.sequences() * level.part).sum();
+    let parts = padded / BLOCK + middle(&levels).iter().map(Level::parts).sum::<usize>();
+    let of_vectors = rows * (heads + kv_heads) * head_dim;
+    let sums_of_two = kv_heads * (parts * head_dim * head_dim + padded * BLOCK);
+    DType::BF16.size() * (of_vectors + 2 * sums_of_two)
 }
 
 /// One call: its blocks, and the levels above them.
