@@ -1,5 +1,5 @@
-//! PaTH on CUDA's tensor cores, in bf16, in memory linear in seq_len but for logarithms (`docs/path.md`): kernels for blocks of 64
-//! tokens, and for each level above them attention on the flash core and moves by products with transforms.
+//! PaTH on CUDA's tensor cores, in bf16, in memory linear in seq_len but for a logarithm (`docs/path.md`): kernels for
+//! blocks of 64 tokens, and for each level above them attention on the flash core and moves by products with transforms.
 
 // Device code has no `div_ceil` or `is_multiple_of`.
 #![allow(clippy::manual_div_ceil, clippy::manual_is_multiple_of)]
@@ -41,8 +41,8 @@ pub fn most_sequences(heads: [usize; 2], head_dim: usize, seq_len: usize) -> usi
     of_grid.min(of_blocks)
 }
 
-/// Bytes that a sequence of `seq_len` tokens, with [query heads, kv heads] of `head_dim` channels, keeps for the backward
-/// pass beside inputs and outputs: G, R, and the queries and keys of all levels.
+/// Bytes that a sequence of `seq_len` tokens, with [query heads, kv heads] of `head_dim` channels, keeps for the
+/// backward pass beside inputs and outputs: G, R, and the queries and keys of all levels.
 pub fn saved_bytes([heads, kv_heads]: [usize; 2], head_dim: usize, seq_len: usize) -> usize {
     let padded = seq_len.next_multiple_of(BLOCK);
     let levels = Level::all(1, padded, BLOCK);

@@ -133,7 +133,8 @@ fn start_queries(
     }
 }
 
-/// Reads w, k, β and G, and waits for all copies; computes Y = G diag(β) W and m = G diag(β) B, B = W Kᵀ below the diagonal.
+/// Reads w, k, β and G, and waits for all copies; computes Y = G diag(β) W and m = G diag(β) B, B = W Kᵀ below the
+/// diagonal.
 #[cube]
 pub fn begin(
     arena: &mut SharedMemory<Chunk>,
