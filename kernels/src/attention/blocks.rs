@@ -160,6 +160,17 @@ pub fn repeat_heads<B: OpBackend>(x: Tensor<B, 4>, group: usize) -> Tensor<B, 4>
     ])
 }
 
+/// As [`repeat_heads`], for queries in groups of `group` heads: `[batch, key_heads · group, rows, channels]` to `times` as
+/// many heads, each group as often after the other.
+pub fn repeat_groups<B: OpBackend>(x: Tensor<B, 4>, group: usize, times: usize) -> Tensor<B, 4> {
+    if times == 1 {
+        return x;
+    }
+    let [batch, heads, rows, channels] = x.dims();
+    let x = x.reshape([batch, heads / group, group * rows, channels]);
+    repeat_heads(x, times).reshape([batch, heads * times, rows, channels])
+}
+
 /// The adjoint of [`repeat_heads`]: `[batch, group · kv_heads, rows, channels]` to
 /// `[batch, kv_heads, …]`, summed over each group.
 pub fn sum_groups<B: OpBackend>(x: Tensor<B, 4>, group: usize) -> Tensor<B, 4> {

@@ -1,39 +1,38 @@
 //! The gradients of q, k, the log decays and β, chunk by chunk.
 
+use burn::tensor::bf16;
 use cubecl::prelude::*;
 
 use super::memory::{ChunkConfig, ChunkInputs, ChunkOf, Factors, Sizes};
 use super::sums::LEAST;
 use super::{CHUNK_TOKENS, THREADS};
+use crate::attention::flash::{HeadChunks, HeadPairs};
 use crate::tile::matrix::{
     Matrix, Product, WARPS, WarpTile, add_product, pair, read_pair, scale_rows, write_pair,
-    write_rows,
 };
 use crate::tile::roles::blocks_per_multiprocessor;
 use crate::tile::rows::{finish_loads, start_load};
-use crate::tile::{
-    Accumulator, Bf16Pair, CHUNK, Chunk, define_exp2, keep_loop, scale, sum_of_four, zeros,
-};
+use crate::tile::{Accumulator, CHUNK, Chunk, define_exp2, keep_loop, scale, sum_of_four, zeros};
 
 /// What the kernel reads beside [`ChunkInputs`], and its results.
 #[derive(CubeType, CubeLaunch)]
 pub struct GradientArrays {
-    /// do, `[rows, group, tokens, value_dim]`.
-    pub d_o: Array<Chunk>,
-    /// The values without β, `[rows, tokens, value_dim]`.
-    pub e: Array<Chunk>,
-    /// dv, `[rows, tokens, value_dim]`, for the delta rule.
-    pub d_v: Array<Chunk>,
+    /// do, `[batch, heads, tokens, value_dim]`.
+    pub d_o: HeadChunks,
+    /// The values without β, `[batch, kv_heads, tokens, value_dim]`.
+    pub e: HeadChunks,
+    /// dv, likewise, for the delta rule.
+    pub d_v: HeadChunks,
     /// The states before the chunks, `[rows, chunks, head_dim, value_dim]`.
     pub states: Array<Chunk>,
     /// The gradients of the states after the chunks, likewise.
     pub d_states: Array<Chunk>,
     /// `[rows, tokens]`
     pub log_decay: Array<f32>,
-    /// `[rows, group, tokens, head_dim]`
-    pub d_q: Array<Bf16Pair>,
-    /// `[rows, tokens, head_dim]`
-    pub d_k: Array<Bf16Pair>,
+    /// `[batch, heads, tokens, head_dim]`
+    pub d_q: HeadPairs<bf16>,
+    /// `[batch, kv_heads, tokens, head_dim]`
+    pub d_k: HeadPairs<bf16>,
     /// `[rows, tokens]`
     pub d_log_decay: Array<f32>,
     /// `[rows, tokens]`, if values are weighted.
@@ -152,11 +151,12 @@ pub fn gradients(
     let (chunks, group) = (sizes.chunks as usize, sizes.group as usize);
     let number = CUBE_POS_X as usize;
     let of = ChunkOf::new(number / chunks, number % chunks, &sizes);
-    let (of_k, of_v) = comptime!((d / CHUNK, config.value_dim / CHUNK));
+    let of_v = comptime!(config.value_dim / CHUNK);
     let state_base = of.number * comptime!(d * config.value_dim / CHUNK);
     let parts = comptime!(config.parts());
 
-    start_load(&mut arena, &inputs.k, of.token * of_k, of_k, of.count, layout.k, CHUNK_TOKENS, d);
+    let (keys, values) = (of.tokens(&inputs.k.strides), of.tokens(&arrays.e.strides));
+    keys.start_load(&mut arena, &inputs.k, 0usize, layout.k, d);
     factors.load(inputs, &of, config);
 
     let square = comptime!([CHUNK_TOKENS, CHUNK_TOKENS, n]);
@@ -179,32 +179,14 @@ pub fn gradients(
     keep_loop();
     for reader in 0..readers {
         let is_key = reader >= group;
-        let query = of.query(min(reader, group - 1), &sizes);
-        let stride = comptime!(config.value_dim / CHUNK);
+        let head = min(reader, group - 1);
 
         // 1. The reader's vectors.
         if is_key {
-            start_load(
-                &mut arena,
-                &inputs.k,
-                of.token * of_k,
-                of_k,
-                of.count,
-                layout.q,
-                CHUNK_TOKENS,
-                d,
-            );
+            keys.start_load(&mut arena, &inputs.k, 0usize, layout.q, d);
         } else {
-            start_load(
-                &mut arena,
-                &inputs.q,
-                query * of_k,
-                of_k,
-                of.count,
-                layout.q,
-                CHUNK_TOKENS,
-                d,
-            );
+            let queries = of.queries(head, &inputs.q.strides, &sizes);
+            queries.start_load(&mut arena, &inputs.q, 0usize, layout.q, d);
         }
 
         // 2. do eᵀ and do Sᵀ; with the first reader e dSᵀ.
@@ -213,32 +195,14 @@ pub fn gradients(
         keep_loop();
         for part in 0..parts {
             let first = part * comptime!(n / CHUNK);
-            let token = of.token * stride + first;
             if is_key {
-                start_load(
-                    &mut arena,
-                    &arrays.d_v,
-                    token,
-                    of_v,
-                    of.count,
-                    layout.d_o,
-                    CHUNK_TOKENS,
-                    n,
-                );
+                let upstream = of.tokens(&arrays.d_v.strides);
+                upstream.start_load(&mut arena, &arrays.d_v, first, layout.d_o, n);
             } else {
-                let base = query * stride + first;
-                start_load(
-                    &mut arena,
-                    &arrays.d_o,
-                    base,
-                    of_v,
-                    of.count,
-                    layout.d_o,
-                    CHUNK_TOKENS,
-                    n,
-                );
+                let upstream = of.queries(head, &arrays.d_o.strides, &sizes);
+                upstream.start_load(&mut arena, &arrays.d_o, first, layout.d_o, n);
             }
-            start_load(&mut arena, &arrays.e, token, of_v, of.count, layout.e, CHUNK_TOKENS, n);
+            values.start_load(&mut arena, &arrays.e, first, layout.e, n);
             let base = state_base + first;
             start_load(&mut arena, &arrays.states, base, of_v, d.runtime(), layout.state, d, n);
             if reader == 0 {
@@ -296,16 +260,14 @@ pub fn gradients(
                     }
                 }
             } else {
-                let pairs = comptime!(d / 2);
-                let base = query * pairs;
-                write_rows(&mut arrays.d_q, &d_q, &own, base, pairs, of.count, by_keys);
+                let queries = of.queries(head, &arrays.d_q.strides, &sizes);
+                queries.write(&mut arrays.d_q, &d_q, &own, 0usize, by_keys);
             }
         }
         sync_cube();
     }
     if own.exists {
-        let pairs = comptime!(d / 2);
-        write_rows(&mut arrays.d_k, &d_k, &own, of.token * pairs, pairs, of.count, by_keys);
+        of.tokens(&arrays.d_k.strides).write(&mut arrays.d_k, &d_k, &own, 0usize, by_keys);
     }
     finish(arrays, &sums, &factors, of_state, &of, config);
 }

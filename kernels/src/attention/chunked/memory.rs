@@ -1,9 +1,13 @@
 //! What the kernels read and write: their arguments, and rows of vectors between global and shared memory.
 
+use burn::tensor::bf16;
 use cubecl::prelude::*;
 
 use super::CHUNK_TOKENS;
-use crate::tile::{Chunk, Pair, exp2};
+use crate::attention::flash::{HeadChunks, HeadPairs};
+use crate::tile::matrix::{Matrix, Product, WarpTile, read_rows, write_rows};
+use crate::tile::rows::{fetch, fetch_to, start_load, store};
+use crate::tile::{Accumulator, CHUNK, Chunk, Pair, RowStrides, exp2};
 
 /// How a token's value enters the state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -68,19 +72,30 @@ pub struct Sizes {
     pub chunks: u32,
     /// Query heads of a row.
     pub group: u32,
+    /// Rows of a sequence.
+    pub kv_heads: u32,
 }
 
 /// What all kernels read, in the notation of `docs/chunked.md`.
 #[derive(CubeType, CubeLaunch)]
 pub struct ChunkInputs {
-    /// `[rows, group, tokens, head_dim]`
-    pub q: Array<Chunk>,
-    /// `[rows, tokens, head_dim]`
-    pub k: Array<Chunk>,
+    /// `[batch, heads, tokens, head_dim]`
+    pub q: HeadChunks,
+    /// `[batch, kv_heads, tokens, head_dim]`
+    pub k: HeadChunks,
     /// The sums P of log decays inside chunks, base 2, `[rows, chunks, 64]`.
     pub sums: Array<f32>,
     /// β, `[rows, tokens]`, if values are weighted.
     pub beta: Array<f32>,
+}
+
+/// A tensor `[batch, heads, tokens, head_dim]` in f32.
+#[derive(CubeType, CubeLaunch)]
+pub struct HeadNumbers {
+    /// Its elements.
+    pub numbers: Array<f32>,
+    /// The strides of its rows, in chunks.
+    pub strides: RowStrides,
 }
 
 /// A chunk of a row.
@@ -92,10 +107,16 @@ pub struct ChunkOf {
     pub chunk: usize,
     /// The number of the chunk among all.
     pub number: usize,
-    /// The index of its first token in `[rows, tokens]`.
+    /// Its first token.
+    pub first: usize,
+    /// The index of that token in `[rows, tokens]`.
     pub token: usize,
     /// Its tokens.
     pub count: usize,
+    /// The row's sequence.
+    batch: usize,
+    /// The row's kv head.
+    head: usize,
 }
 
 #[cube]
@@ -103,20 +124,120 @@ impl ChunkOf {
     /// Chunk `chunk` of row `row`.
     pub fn new(row: usize, chunk: usize, sizes: &Sizes) -> ChunkOf {
         let (tokens, chunks) = (sizes.tokens as usize, sizes.chunks as usize);
+        let kv_heads = sizes.kv_heads as usize;
         let first = chunk * CHUNK_TOKENS;
         ChunkOf {
             row,
             chunk,
             number: row * chunks + chunk,
+            first,
             token: row * tokens + first,
             count: min(tokens - first, CHUNK_TOKENS.runtime()),
+            batch: row / kv_heads,
+            head: row % kv_heads,
         }
     }
 
-    /// The index of its first token in `[rows, group, tokens]`.
-    pub fn query(&self, head: usize, sizes: &Sizes) -> usize {
-        let tokens = sizes.tokens as usize;
-        (self.row * sizes.group as usize + head) * tokens + self.chunk * CHUNK_TOKENS
+    /// Where its tokens lie in a tensor of kv heads.
+    pub fn tokens(&self, strides: &RowStrides) -> TokensOf {
+        self.tokens_of(self.head, strides)
+    }
+
+    /// Where its tokens lie in a tensor of query heads, for query head `head` of the row.
+    pub fn queries(&self, head: usize, strides: &RowStrides, sizes: &Sizes) -> TokensOf {
+        self.tokens_of(self.head * sizes.group as usize + head, strides)
+    }
+
+    fn tokens_of(&self, head: usize, strides: &RowStrides) -> TokensOf {
+        let stride = strides.row as usize;
+        TokensOf {
+            base: strides.base(self.batch, head) + self.first * stride,
+            stride,
+            count: self.count,
+        }
+    }
+}
+
+/// Where the tokens of a chunk lie in a tensor of heads.
+#[derive(CubeType, Clone, Copy)]
+pub struct TokensOf {
+    /// The first chunk of channels of the first token.
+    pub base: usize,
+    /// Chunks of channels between tokens.
+    pub stride: usize,
+    /// Tokens.
+    pub count: usize,
+}
+
+#[cube]
+impl TokensOf {
+    /// Starts to copy `columns` channels from chunk `first` on to shared memory (see [`start_load`]).
+    pub fn start_load(
+        &self,
+        arena: &mut SharedMemory<Chunk>,
+        x: &HeadChunks,
+        first: usize,
+        #[comptime] to: Matrix,
+        #[comptime] columns: usize,
+    ) {
+        let base = self.base + first;
+        start_load(arena, &x.chunks, base, self.stride, self.count, to, CHUNK_TOKENS, columns);
+    }
+
+    /// Starts to read `columns` channels from chunk `first` on into registers (see [`fetch`]).
+    pub fn fetch(&self, x: &HeadChunks, first: usize, #[comptime] columns: usize) -> Array<Chunk> {
+        fetch(&x.chunks, self.base + first, self.stride, self.count, CHUNK_TOKENS, columns)
+    }
+
+    /// As [`fetch`](Self::fetch), to these registers.
+    pub fn fetch_to(
+        &self,
+        own: &mut Array<Chunk>,
+        x: &HeadChunks,
+        first: usize,
+        #[comptime] columns: usize,
+    ) {
+        let base = self.base + first;
+        fetch_to(own, &x.chunks, base, self.stride, self.count, CHUNK_TOKENS, columns);
+    }
+
+    /// Writes `columns` channels from shared memory (see [`store`]).
+    pub fn store(
+        &self,
+        arena: &SharedMemory<Chunk>,
+        to: &mut HeadChunks,
+        #[comptime] from: Matrix,
+        #[comptime] columns: usize,
+    ) {
+        let (base, stride) = (self.base, self.stride);
+        store(arena, &mut to.chunks, base, stride, self.count, from, CHUNK_TOKENS, columns);
+    }
+
+    /// Reads an accumulator (see [`read_rows`]).
+    pub fn read(
+        &self,
+        acc: &mut Accumulator,
+        from: &HeadPairs<bf16>,
+        tile: &WarpTile,
+        #[comptime] p: Product,
+    ) {
+        let pairs = comptime!(CHUNK / 2);
+        let (base, stride) = (self.base * pairs, self.stride * pairs);
+        read_rows(acc, &from.pairs, tile, base, stride, self.count, p);
+    }
+
+    /// Writes an accumulator to channels from chunk `first` on (see [`write_rows`]).
+    pub fn write(
+        &self,
+        to: &mut HeadPairs<bf16>,
+        acc: &Accumulator,
+        tile: &WarpTile,
+        first: usize,
+        #[comptime] p: Product,
+    ) {
+        let pairs = comptime!(CHUNK / 2);
+        let (base, stride) = ((self.base + first) * pairs, self.stride * pairs);
+        write_rows(&mut to.pairs, acc, tile, base, stride, self.count, p);
     }
 }
 

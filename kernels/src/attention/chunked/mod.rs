@@ -43,6 +43,7 @@ use self::scan::ScanArraysLaunch;
 use self::scan_back::ScanBackArraysLaunch;
 use self::values_back::ValueGradientArraysLaunch;
 use super::AttentionShape;
+use super::flash::Heads;
 use crate::backend::Forward;
 use crate::cuda::{CudaTensor, buffer, contiguous, empty, multiprocessors};
 use crate::ops::cuda::{as_u32, dim, dims, nothing};
@@ -109,10 +110,10 @@ pub fn forward(
     needs: bool,
 ) -> Option<Forward<CudaTensor>> {
     let [q, _, v, log_decay] = inputs;
-    if !serves(q.dtype, dims(q)[3], dims(v)[2]) {
+    if !serves(q.dtype, dims(q)[3], dims(v)[3]) {
         return None;
     }
-    let (output, saved) = match dims(log_decay)[2] {
+    let (output, saved) = match dims(log_decay)[3] {
         1 => {
             let (output, saved) = Chunked::new(update, inputs, beta).forward();
             (output, saved.into_tensors())
@@ -126,7 +127,7 @@ pub fn forward(
 }
 
 /// As [`forward`], from the state `before` the first token; also the state after the last. States are
-/// `[rows, head_dim, value_dim]` in f32.
+/// `[batch · kv_heads, head_dim, value_dim]` in f32.
 pub fn forward_from(
     update: Update,
     inputs: [&CudaTensor; 4],
@@ -135,10 +136,10 @@ pub fn forward_from(
     needs: bool,
 ) -> Option<(Forward<CudaTensor>, CudaTensor)> {
     let [q, _, v, log_decay] = inputs;
-    if !serves(q.dtype, dims(q)[3], dims(v)[2]) {
+    if !serves(q.dtype, dims(q)[3], dims(v)[3]) {
         return None;
     }
-    let (output, saved, after) = match dims(log_decay)[2] {
+    let (output, saved, after) = match dims(log_decay)[3] {
         1 => {
             let call = Chunked::new(update, inputs, beta);
             let (output, saved, after) = call.forward_from(Some(before));
@@ -202,7 +203,7 @@ pub fn backward(update: Update, saved: &[CudaTensor], grad: &CudaTensor) -> Grad
         unreachable!("the forward pass saves its inputs")
     };
     let inputs = [q, k, v, log_decay];
-    if dims(log_decay)[2] == 1 {
+    if dims(log_decay)[3] == 1 {
         let (beta, saved) = rest.split_at(rest.len() - Saved::tensors(update));
         let call = Chunked::new(update, inputs, beta.first());
         return call.backward(&Saved::from_tensors(saved), grad);
@@ -233,20 +234,82 @@ fn diagonal(
     Some(Diagonal { q, k, v, log_decay, corrections })
 }
 
-/// One call. A row is one kv head of one sequence; `group` query heads read its state.
+/// One call. A row is one kv head of one sequence; its group of query heads reads its state.
 #[derive(Clone, Debug)]
 pub struct Chunked {
-    /// `[rows, group, seq_len, head_dim]` in bf16, times the scale.
-    q: CudaTensor,
-    /// `[rows, seq_len, head_dim]` in bf16.
-    k: CudaTensor,
-    /// `[rows, seq_len, value_dim]` in bf16.
-    v: CudaTensor,
-    /// `[rows, seq_len, 1]` in f32, at most 0.
+    /// `[batch, heads, seq_len, head_dim]` in bf16, times the scale.
+    q: Heads,
+    /// `[batch, kv_heads, seq_len, head_dim]` in bf16.
+    k: Heads,
+    /// `[batch, kv_heads, seq_len, value_dim]` in bf16.
+    v: Heads,
+    /// `[batch, kv_heads, seq_len, 1]` in f32, at most 0.
     log_decay: CudaTensor,
-    /// `[rows, seq_len, 1]` in f32, at least 0.
+    /// `[batch, kv_heads, seq_len, 1]` in f32, at least 0.
     beta: Option<CudaTensor>,
     update: Update,
+}
+
+/// The sizes of a call.
+#[derive(Clone, Copy, Debug)]
+struct CallSizes {
+    batch: usize,
+    heads: usize,
+    kv_heads: usize,
+    seq_len: usize,
+    head_dim: usize,
+    value_dim: usize,
+}
+
+impl CallSizes {
+    /// Of q `[batch, heads, seq_len, head_dim]` and v `[batch, kv_heads, seq_len, value_dim]`.
+    ///
+    /// # Panics
+    /// Where they do not belong together.
+    fn new(q: &CudaTensor, v: &CudaTensor) -> Self {
+        let [batch, heads, seq_len, head_dim] = q.meta.shape().dims();
+        let [_, kv_heads, _, value_dim] = v.meta.shape().dims();
+        assert_eq!(dims(v), [batch, kv_heads, seq_len, value_dim], "the shape of v");
+        assert!(heads.is_multiple_of(kv_heads), "{heads} query heads of {kv_heads} kv heads");
+        assert!(
+            serves(q.dtype, head_dim, value_dim),
+            "{head_dim} and {value_dim} of {:?}",
+            q.dtype
+        );
+        CallSizes { batch, heads, kv_heads, seq_len, head_dim, value_dim }
+    }
+
+    fn rows(&self) -> usize {
+        self.batch * self.kv_heads
+    }
+
+    fn group(&self) -> usize {
+        self.heads / self.kv_heads
+    }
+
+    fn chunks(&self) -> usize {
+        self.seq_len.div_ceil(CHUNK_TOKENS)
+    }
+
+    /// The most channels, a divisor of the values' and at most `most`.
+    fn columns(&self, most: usize) -> usize {
+        let mut columns = most;
+        while !self.value_dim.is_multiple_of(columns) {
+            columns /= 2;
+        }
+        columns
+    }
+
+    /// The shape of a tensor of kv heads.
+    fn of_keys(&self, channels: usize) -> [usize; 4] {
+        [self.batch, self.kv_heads, self.seq_len, channels]
+    }
+
+    fn launch(&self) -> SizesLaunch<CudaRuntime> {
+        let [tokens, chunks, group, kv_heads] =
+            [self.seq_len, self.chunks(), self.group(), self.kv_heads].map(as_u32);
+        SizesLaunch::new(tokens, chunks, group, kv_heads)
+    }
 }
 
 /// What the forward pass leaves for the backward pass.
@@ -256,7 +319,7 @@ pub struct Saved {
     sums: CudaTensor,
     /// The states before the chunks, `[rows, chunks, head_dim, value_dim]` in bf16.
     states: CudaTensor,
-    /// Under the delta rule e, `[rows, seq_len, value_dim]`, and Y, `[rows, chunks, 64, 64]`, in bf16.
+    /// Under the delta rule e, `[batch, kv_heads, seq_len, value_dim]`, and Y, `[rows, chunks, 64, 64]`, in bf16.
     corrected: Option<[CudaTensor; 2]>,
 }
 
@@ -305,7 +368,7 @@ pub struct Grads {
 }
 
 impl Chunked {
-    /// Copies tensors that are not contiguous.
+    /// Copies decays and weights that are not contiguous, and other tensors whose chunks are not whole and aligned.
     ///
     /// # Panics
     /// Where shapes disagree, or [`serves`] is false.
@@ -314,101 +377,80 @@ impl Chunked {
         [q, k, v, log_decay]: [&CudaTensor; 4],
         beta: Option<&CudaTensor>,
     ) -> Self {
-        let [rows, _, seq_len, d] = dims(q)[..] else { panic!("q of 4 dimensions") };
-        let value_dim = dims(v)[2];
-        assert_eq!(dims(k), [rows, seq_len, d], "the shape of k");
-        assert_eq!(dims(v), [rows, seq_len, value_dim], "the shape of v");
-        assert_eq!(dims(log_decay), [rows, seq_len, 1], "the shape of the log decays");
-        assert_eq!(log_decay.dtype, DType::F32, "the type of the log decays");
-        if let Some(beta) = beta {
-            assert_eq!(dims(beta), [rows, seq_len, 1], "the shape of beta");
-            assert_eq!(beta.dtype, DType::F32, "the type of beta");
+        let sizes = CallSizes::new(q, v);
+        let CallSizes { heads, seq_len, head_dim: d, value_dim, .. } = sizes;
+        assert_eq!(dims(k), sizes.of_keys(d), "the shape of k");
+        for (name, x) in [("k", k), ("v", v)] {
+            assert_eq!(x.dtype, DType::BF16, "the type of {name}");
         }
-        for (name, x) in [("q", q), ("k", k), ("v", v)] {
-            assert!(serves(x.dtype, d, value_dim), "{name}: {d} and {value_dim} of {:?}", x.dtype);
+        for (name, x) in [("the log decays", Some(log_decay)), ("beta", beta)] {
+            let Some(x) = x else { continue };
+            assert_eq!(dims(x), sizes.of_keys(1), "the shape of {name}");
+            assert_eq!(x.dtype, DType::F32, "the type of {name}");
         }
         // Kernels count pairs of elements in 32 bits.
-        let group = dims(q)[1];
-        let states = rows * seq_len.next_multiple_of(CHUNK_TOKENS) / CHUNK_TOKENS * d * value_dim;
-        let most = states.max(rows * group * seq_len * d.max(value_dim)) / 2;
+        let states = sizes.rows() * sizes.chunks() * d * value_dim;
+        let most = states.max(sizes.batch * heads * seq_len * d.max(value_dim)) / 2;
         assert!(u32::try_from(most).is_ok(), "{most} pairs of q, of the output or of states");
-        let [q, k, v, log_decay] = [q, k, v, log_decay].map(contiguous);
-        Chunked { q, k, v, log_decay, beta: beta.map(contiguous), update }
+        let [q, k, v] = [q, k, v].map(Heads::new);
+        Chunked { q, k, v, log_decay: contiguous(log_decay), beta: beta.map(contiguous), update }
     }
 
-    /// `[rows, group, seq_len, head_dim, value_dim]`
-    fn sizes(&self) -> [usize; 5] {
-        let [rows, group, seq_len, d] = dims(&self.q)[..] else { unreachable!("4 dimensions") };
-        [rows, group, seq_len, d, dims(&self.v)[2]]
-    }
-
-    fn chunks(&self) -> usize {
-        self.sizes()[2].div_ceil(CHUNK_TOKENS)
-    }
-
-    fn launch_sizes(&self) -> SizesLaunch<CudaRuntime> {
-        let [_, group, seq_len, ..] = self.sizes();
-        SizesLaunch::new(as_u32(seq_len), as_u32(self.chunks()), as_u32(group))
+    fn sizes(&self) -> CallSizes {
+        CallSizes::new(&self.q.tensor, &self.v.tensor)
     }
 
     /// The configuration of kernels that hold at most `most` channels of values in shared memory.
     fn config(&self, most: usize) -> ChunkConfig {
-        let [.., head_dim, value_dim] = self.sizes();
-        let mut columns = most;
-        while !value_dim.is_multiple_of(columns) {
-            columns /= 2;
-        }
-        let weighted = self.beta.is_some();
+        let sizes @ CallSizes { head_dim, value_dim, .. } = self.sizes();
+        let (columns, weighted) = (sizes.columns(most), self.beta.is_some());
         ChunkConfig { head_dim, value_dim, columns, update: self.update, weighted }
     }
 
     /// The configuration of scans: narrow parts where wide ones would leave multiprocessors without a block.
     fn scan_config(&self) -> ChunkConfig {
         let wide = self.config(32);
-        let blocks = self.sizes()[0] * wide.parts();
-        if blocks < multiprocessors(&self.q.client) { self.config(16) } else { wide }
+        let blocks = self.sizes().rows() * wide.parts();
+        if blocks < multiprocessors(&self.q.tensor.client) { self.config(16) } else { wide }
     }
 
     fn inputs(&self, sums: &CudaTensor) -> ChunkInputsLaunch<CudaRuntime> {
         let beta = self.beta.as_ref().map_or_else(|| nothing(sums), |beta| buffer(beta, 1));
-        ChunkInputsLaunch::new(
-            buffer(&self.q, CHUNK),
-            buffer(&self.k, CHUNK),
-            buffer(sums, 1),
-            beta,
-        )
+        ChunkInputsLaunch::new(self.q.chunks(), self.k.chunks(), buffer(sums, 1), beta)
     }
 
-    /// y `[rows, group, seq_len, value_dim]` in bf16.
+    /// y `[batch, heads, seq_len, value_dim]` in bf16, in the memory order `[batch, seq_len, heads, value_dim]`.
     pub fn forward(&self) -> (CudaTensor, Saved) {
         self.run(&States::default())
     }
 
     /// As [`forward`](Self::forward), from the state `before` the first token, 0 if there is none; also the state after
-    /// the last token. States are `[rows, head_dim, value_dim]` in f32.
+    /// the last token. States are `[batch · kv_heads, head_dim, value_dim]` in f32.
     ///
     /// # Panics
     /// When the state has another shape or type.
     pub fn forward_from(&self, before: Option<&CudaTensor>) -> (CudaTensor, Saved, CudaTensor) {
-        let [rows, _, _, d, value_dim] = self.sizes();
-        let states = States::between(before, &self.q, [rows, d, value_dim]);
+        let sizes = self.sizes();
+        let shape = [sizes.rows(), sizes.head_dim, sizes.value_dim];
+        let states = States::between(before, &self.q.tensor, shape);
         let (y, saved) = self.run(&states);
         (y, saved, states.after.expect("the state after the last token"))
     }
 
     /// As [`forward`](Self::forward), between states.
     fn run(&self, states: &States) -> (CudaTensor, Saved) {
-        let [rows, group, seq_len, d, value_dim] = self.sizes();
-        let (chunks, like) = (self.chunks(), &self.q);
+        let (sizes, like) = (self.sizes(), &self.q.tensor);
+        let CallSizes { head_dim: d, value_dim, .. } = sizes;
+        let (rows, chunks) = (sizes.rows(), sizes.chunks());
         let saved = Saved {
             sums: empty(like, &[rows, chunks, CHUNK_TOKENS], DType::F32),
             states: empty(like, &[rows, chunks, d, value_dim], DType::BF16),
             corrected: (self.update == Update::Delta).then(|| {
-                [vec![rows, seq_len, value_dim], vec![rows, chunks, CHUNK_TOKENS, CHUNK_TOKENS]]
+                [sizes.of_keys(value_dim), [rows, chunks, CHUNK_TOKENS, CHUNK_TOKENS]]
                     .map(|shape| empty(like, &shape, DType::BF16))
             }),
         };
-        let o = empty(like, &[rows, group, seq_len, value_dim], DType::BF16);
+        let o = self.q.like_with(DType::BF16, value_dim);
         let number = rows * chunks;
         let of = |blocks| CubeCount::Static(as_u32(blocks), 1, 1);
         // SAFETY: all kernels stay within the rows' tokens and chunks.
@@ -419,7 +461,7 @@ impl Chunked {
                 dim(THREADS),
                 buffer(&self.log_decay, 1),
                 buffer(&saved.sums, 1),
-                self.launch_sizes(),
+                sizes.launch(),
                 as_u32(number),
             );
             if let Some([_, y]) = &saved.corrected {
@@ -429,11 +471,11 @@ impl Chunked {
                     dim(THREADS),
                     self.inputs(&saved.sums),
                     buffer(y, CHUNK),
-                    self.launch_sizes(),
+                    sizes.launch(),
                     self.config(64),
                 );
             }
-            let [e, y] = self.corrected(&saved);
+            let (e, y) = self.corrected(&saved);
             let config = self.scan_config();
             scan::scan::launch_unchecked::<CudaRuntime>(
                 &like.client,
@@ -441,36 +483,35 @@ impl Chunked {
                 dim(THREADS),
                 self.inputs(&saved.sums),
                 ScanArraysLaunch::new(
-                    buffer(&self.v, CHUNK),
+                    self.v.chunks(),
                     buffer(y, CHUNK),
                     buffer(&saved.states, CHUNK),
-                    buffer(e, 2),
+                    e.pairs(),
                 ),
                 states.launch(like),
-                self.launch_sizes(),
+                sizes.launch(),
                 states.hand_over(),
                 config,
             );
             output::output::launch_unchecked::<CudaRuntime>(
                 &like.client,
-                of(number * group),
+                of(number * sizes.group()),
                 dim(THREADS),
                 self.inputs(&saved.sums),
-                OutputArraysLaunch::new(
-                    buffer(e, CHUNK),
-                    buffer(&saved.states, CHUNK),
-                    buffer(&o, 2),
-                ),
-                self.launch_sizes(),
+                OutputArraysLaunch::new(e.chunks(), buffer(&saved.states, CHUNK), o.pairs()),
+                sizes.launch(),
                 self.config(64),
             );
         }
-        (o, saved)
+        (o.tensor, saved)
     }
 
     /// e and Y; without a correction e is v, and nothing reads Y.
-    fn corrected<'a>(&'a self, saved: &'a Saved) -> [&'a CudaTensor; 2] {
-        saved.corrected.as_ref().map_or([&self.v, &self.v], |corrected| corrected.each_ref())
+    fn corrected<'a>(&'a self, saved: &'a Saved) -> (Heads, &'a CudaTensor) {
+        match &saved.corrected {
+            Some([e, y]) => (Heads::in_place(e), y),
+            None => (self.v.clone(), &self.v.tensor),
+        }
     }
 
     /// The gradients, where `grad` is that of y.
@@ -478,25 +519,20 @@ impl Chunked {
     /// # Panics
     /// When its shape is another.
     pub fn backward(&self, saved: &Saved, grad: &CudaTensor) -> Grads {
-        let [rows, group, seq_len, d, value_dim] = self.sizes();
-        assert_eq!(dims(grad), [rows, group, seq_len, value_dim], "the shape of the gradient");
+        let (sizes, like) = (self.sizes(), &self.q.tensor);
+        let CallSizes { batch, heads, seq_len, head_dim: d, value_dim, .. } = sizes;
+        assert_eq!(dims(grad), [batch, heads, seq_len, value_dim], "the shape of the gradient");
         assert_eq!(grad.dtype, DType::BF16, "the type of the gradient");
-        let (chunks, like) = (self.chunks(), &self.q);
-        let (d_o, number) = (contiguous(grad), rows * chunks);
+        let (rows, chunks) = (sizes.rows(), sizes.chunks());
+        let (d_o, number) = (Heads::new(grad), rows * chunks);
         let of = |blocks| CubeCount::Static(as_u32(blocks), 1, 1);
-        let of_tokens = || empty(like, &[rows, seq_len, 1], DType::F32);
-        let grads = Grads {
-            q: empty(like, &[rows, group, seq_len, d], DType::BF16),
-            k: empty(like, &[rows, seq_len, d], DType::BF16),
-            v: empty(like, &[rows, seq_len, value_dim], DType::BF16),
-            beta: self.beta.is_some().then(of_tokens),
-            log_decay: of_tokens(),
-        };
+        let of_tokens = || empty(like, &sizes.of_keys(1), DType::F32);
+        let [d_q, d_k, d_v] = [&self.q, &self.k, &self.v].map(Heads::like);
+        let (d_log_decay, d_beta) = (of_tokens(), self.beta.is_some().then(of_tokens));
         let d_states = empty(like, &[rows, chunks, d, value_dim], DType::BF16);
-        let [e, y] = self.corrected(saved);
+        let (e, y) = self.corrected(saved);
         let is_delta = self.update == Update::Delta;
-        let d_w = is_delta.then(|| empty(like, &[rows, seq_len, value_dim], DType::BF16));
-        let d_w = d_w.as_ref().unwrap_or(&grads.v);
+        let d_w = if is_delta { d_v.like() } else { d_v.clone() };
         let values = || {
             let config = self.config(64);
             // SAFETY: as in `forward`.
@@ -507,11 +543,11 @@ impl Chunked {
                     dim(THREADS),
                     self.inputs(&saved.sums),
                     ValueGradientArraysLaunch::new(
-                        buffer(&d_o, CHUNK),
+                        d_o.chunks(),
                         buffer(&d_states, CHUNK),
-                        buffer(d_w, 2),
+                        d_w.pairs(),
                     ),
-                    self.launch_sizes(),
+                    sizes.launch(),
                     config,
                 );
             }
@@ -528,20 +564,20 @@ impl Chunked {
                 dim(THREADS),
                 self.inputs(&saved.sums),
                 ScanBackArraysLaunch::new(
-                    buffer(&d_o, CHUNK),
+                    d_o.chunks(),
                     buffer(y, CHUNK),
-                    buffer(d_w, CHUNK),
+                    d_w.chunks(),
                     buffer(&d_states, CHUNK),
-                    buffer(&grads.v, 2),
+                    d_v.pairs(),
                 ),
-                self.launch_sizes(),
+                sizes.launch(),
                 config,
             );
         }
         if !is_delta {
             values();
         }
-        let beta = grads.beta.as_ref().unwrap_or(&grads.log_decay);
+        let of_beta = d_beta.as_ref().unwrap_or(&d_log_decay);
         // SAFETY: as in `forward`.
         unsafe {
             gradients::gradients::launch_unchecked::<CudaRuntime>(
@@ -550,21 +586,22 @@ impl Chunked {
                 dim(THREADS),
                 self.inputs(&saved.sums),
                 GradientArraysLaunch::new(
-                    buffer(&d_o, CHUNK),
-                    buffer(e, CHUNK),
-                    buffer(&grads.v, CHUNK),
+                    d_o.chunks(),
+                    e.chunks(),
+                    d_v.chunks(),
                     buffer(&saved.states, CHUNK),
                     buffer(&d_states, CHUNK),
                     buffer(&self.log_decay, 1),
-                    buffer(&grads.q, 2),
-                    buffer(&grads.k, 2),
-                    buffer(&grads.log_decay, 1),
-                    buffer(beta, 1),
+                    d_q.pairs(),
+                    d_k.pairs(),
+                    buffer(&d_log_decay, 1),
+                    buffer(of_beta, 1),
                 ),
-                self.launch_sizes(),
+                sizes.launch(),
                 self.config(64),
             );
         }
-        grads
+        let [q, k, v] = [d_q, d_k, d_v].map(|x| x.tensor);
+        Grads { q, k, v, beta: d_beta, log_decay: d_log_decay }
     }
 }

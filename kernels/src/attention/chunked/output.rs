@@ -1,25 +1,25 @@
 //! The outputs of the chunks, from the states before them.
 
+use burn::tensor::bf16;
 use cubecl::prelude::*;
 
 use super::memory::{ChunkConfig, ChunkInputs, ChunkOf, Factors, Sizes};
 use super::{CHUNK_TOKENS, THREADS};
-use crate::tile::matrix::{
-    Matrix, Product, WarpTile, add_product, pair, scale_rows, write_pair, write_rows,
-};
+use crate::attention::flash::{HeadChunks, HeadPairs};
+use crate::tile::matrix::{Matrix, Product, WarpTile, add_product, pair, scale_rows, write_pair};
 use crate::tile::roles::blocks_per_multiprocessor;
 use crate::tile::rows::{finish_loads, start_load};
-use crate::tile::{Bf16Pair, CHUNK, Chunk, define_exp2, keep_loop, zeros};
+use crate::tile::{CHUNK, Chunk, define_exp2, keep_loop, zeros};
 
 /// What the kernel reads beside [`ChunkInputs`], and its result.
 #[derive(CubeType, CubeLaunch)]
 pub struct OutputArrays {
-    /// The values without β, `[rows, tokens, value_dim]`.
-    pub e: Array<Chunk>,
+    /// The values without β, `[batch, kv_heads, tokens, value_dim]`.
+    pub e: HeadChunks,
     /// The states before the chunks, `[rows, chunks, head_dim, value_dim]`.
     pub states: Array<Chunk>,
-    /// `[rows, group, tokens, value_dim]`
-    pub o: Array<Bf16Pair>,
+    /// `[batch, heads, tokens, value_dim]`
+    pub o: HeadPairs<bf16>,
 }
 
 /// The matrices of a block in shared memory.
@@ -64,15 +64,17 @@ pub fn output(
     let (chunks, group) = (sizes.chunks as usize, sizes.group as usize);
     let (head, chunk) = (CUBE_POS_X as usize / chunks, CUBE_POS_X as usize % chunks);
     let of = ChunkOf::new(head / group, chunk, &sizes);
-    let query = of.query(head % group, &sizes);
-    let (of_k, of_v) = comptime!((d / CHUNK, config.value_dim / CHUNK));
+    let head = head % group;
+    let of_v = comptime!(config.value_dim / CHUNK);
     let state_base = of.number * comptime!(d * config.value_dim / CHUNK);
 
     // 1. Scores, decayed.
-    start_load(&mut arena, &inputs.q, query * of_k, of_k, of.count, layout.q, CHUNK_TOKENS, d);
-    start_load(&mut arena, &inputs.k, of.token * of_k, of_k, of.count, layout.k, CHUNK_TOKENS, d);
+    let queries = of.queries(head, &inputs.q.strides, &sizes);
+    queries.start_load(&mut arena, &inputs.q, 0usize, layout.q, d);
+    of.tokens(&inputs.k.strides).start_load(&mut arena, &inputs.k, 0usize, layout.k, d);
     start_load(&mut arena, &arrays.states, state_base, of_v, d.runtime(), layout.state, d, n);
-    start_load(&mut arena, &arrays.e, of.token * of_v, of_v, of.count, layout.e, CHUNK_TOKENS, n);
+    let values = of.tokens(&arrays.e.strides);
+    values.start_load(&mut arena, &arrays.e, 0usize, layout.e, n);
     factors.load(inputs, &of, config);
     finish_loads();
     let qk = comptime!(Product::abt(layout.q, layout.k, [CHUNK_TOKENS, CHUNK_TOKENS, d]));
@@ -95,8 +97,9 @@ pub fn output(
 
     // 2. The outputs, by parts of the channels.
     let from_state = comptime!(Product::ab(layout.q, layout.state, [CHUNK_TOKENS, n, d]));
-    let sizes = comptime!([CHUNK_TOKENS, n, CHUNK_TOKENS]);
-    let from_chunk = comptime!(Product::ab(layout.scores, layout.e, sizes));
+    let square = comptime!([CHUNK_TOKENS, n, CHUNK_TOKENS]);
+    let from_chunk = comptime!(Product::ab(layout.scores, layout.e, square));
+    let results = of.queries(head, &arrays.o.strides, &sizes);
     let tile = WarpTile::new(from_chunk);
     let parts = comptime!(config.parts());
     keep_loop();
@@ -106,14 +109,13 @@ pub fn output(
             add_product(&arena, &mut acc, &tile, from_state);
             scale_rows(&mut acc, &factors.since_start, &tile, from_state);
             add_product(&arena, &mut acc, &tile, from_chunk);
-            let stride = comptime!(config.value_dim / 2);
-            let base = query * stride + part * comptime!(n / 2);
-            write_rows(&mut arrays.o, &acc, &tile, base, stride, of.count, from_chunk);
+            let first = part * comptime!(n / CHUNK);
+            results.write(&mut arrays.o, &acc, &tile, first, from_chunk);
         }
         if part + 1 < parts {
             sync_cube();
             let first = (part + 1) * comptime!(n / CHUNK);
-            let (states, e) = (&arrays.states, &arrays.e);
+            let states = &arrays.states;
             start_load(
                 &mut arena,
                 states,
@@ -124,8 +126,7 @@ pub fn output(
                 d,
                 n,
             );
-            let base = of.token * of_v + first;
-            start_load(&mut arena, e, base, of_v, of.count, layout.e, CHUNK_TOKENS, n);
+            values.start_load(&mut arena, &arrays.e, first, layout.e, n);
             finish_loads();
         }
     }

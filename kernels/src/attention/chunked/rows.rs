@@ -9,26 +9,26 @@ use crate::attention::recurrent::step::Token;
 use crate::backend::{OpBackend, tensor};
 use crate::ops::cuda::dims;
 
-/// What tokens bring to a row's state: q `[rows, group, tokens, head_dim]`, times the scale, k `[rows, tokens,
-/// head_dim]` and v `[rows, tokens, value_dim]` in bf16, log decays `[rows, tokens, 1 or head_dim]` and β, if any,
-/// `[rows, tokens, 1]` in f32.
+/// What tokens bring to the states: q `[batch, heads, tokens, head_dim]`, times the scale, k `[batch, kv_heads, tokens,
+/// head_dim]` and v `[batch, kv_heads, tokens, value_dim]` in bf16, log decays `[batch, kv_heads, tokens, 1 or
+/// head_dim]` and β, if any, `[batch, kv_heads, tokens, 1]` in f32.
 #[derive(Clone, Debug)]
 pub struct Rows<B: OpBackend> {
     /// q
     pub q: Tensor<B, 4>,
     /// k
-    pub k: Tensor<B, 3>,
+    pub k: Tensor<B, 4>,
     /// v
-    pub v: Tensor<B, 3>,
+    pub v: Tensor<B, 4>,
     /// The log decays.
-    pub log_decay: Tensor<B, 3>,
+    pub log_decay: Tensor<B, 4>,
     /// β
-    pub beta: Option<Tensor<B, 3>>,
+    pub beta: Option<Tensor<B, 4>>,
 }
 
 impl<B: OpBackend> Rows<B> {
-    /// y `[rows, group, tokens, value_dim]` in bf16, without gradients, and the state after the last token; `before`
-    /// is that before the first, 0 if there is none. States are `[rows, head_dim, value_dim]` in f32.
+    /// y `[batch, heads, tokens, value_dim]` in bf16, without gradients, and the state after the last token; `before`
+    /// is that before the first, 0 if there is none. States are `[batch · kv_heads, head_dim, value_dim]` in f32.
     ///
     /// # Panics
     /// On other devices than CUDA; where the core does not serve the inputs.
@@ -45,16 +45,23 @@ impl<B: OpBackend> Rows<B> {
 
     fn step(self, update: Update, state: Tensor<B, 3>) -> (Tensor<B, 4>, Tensor<B, 3>) {
         let Rows { q, k, v, log_decay, beta } = self;
-        let ([rows, group, _, d], dtype) = (q.dims(), q.dtype());
-        let q = q.cast(DType::F32).reshape([rows, group, d]);
-        let [k, v] = [k, v].map(|x| x.cast(DType::F32));
+        let ([batch, heads, _, d], dtype) = (q.dims(), q.dtype());
+        let rows = batch * k.dims()[1];
+        let by_row = |x: Tensor<B, 4>| {
+            let channels = x.dims()[3];
+            x.cast(DType::F32).reshape([rows, 1, channels])
+        };
+        let q = q.cast(DType::F32).reshape([rows, batch * heads / rows, d]);
+        let [k, v, log_decay] = [k, v, log_decay].map(by_row);
+        let beta = beta.map(by_row);
         let (v, corrections) = match (update, beta) {
             (Update::Delta, beta) => (v, Corrections::Weights(beta.expect("β of the delta rule"))),
             (Update::Additive, Some(beta)) => (v * beta, Corrections::None),
             (Update::Additive, None) => (v, Corrections::None),
         };
         let (y, state) = Token { q, k, v, log_decay, corrections }.advance(state);
-        (y.cast(dtype).unsqueeze_dim(2), state)
+        let values = y.dims()[2];
+        (y.cast(dtype).reshape([batch, heads, 1, values]), state)
     }
 
     fn in_chunks(
@@ -66,7 +73,7 @@ impl<B: OpBackend> Rows<B> {
         let (q, k, v) = (on_cuda(q), on_cuda(k), on_cuda(v));
         let (log_decay, beta) = (on_cuda(log_decay), beta.map(on_cuda));
         let (before, inputs) = (before.map(on_cuda), [&q, &k, &v, &log_decay]);
-        let (y, after) = match dims(&log_decay)[2] {
+        let (y, after) = match dims(&log_decay)[3] {
             1 => {
                 let call = Chunked::new(update, inputs, beta.as_ref());
                 let (y, _, after) = call.forward_from(before.as_ref());

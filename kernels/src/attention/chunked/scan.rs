@@ -1,29 +1,31 @@
 //! The forward scan: the state at the start of each chunk, and the corrected values.
 
+use burn::tensor::bf16;
 use cubecl::prelude::*;
 
 use super::CHUNK_TOKENS;
 use super::memory::{
     ChunkConfig, ChunkInputs, ChunkOf, EndStates, Factors, FactorsAhead, HandOver, Sizes,
 };
+use crate::attention::flash::{HeadChunks, HeadPairs};
 use crate::tile::matrix::{
     Matrix, Product, WarpTile, add_product, pair, read_numbers, read_pair, write, write_numbers,
-    write_pair, write_rows,
+    write_pair,
 };
-use crate::tile::rows::{fetch, fetch_to, put, put_scaled, rounds, store};
-use crate::tile::{Bf16Pair, CHUNK, Chunk, Pair, define_exp2, scale, zeros};
+use crate::tile::rows::{fetch_to, put, put_scaled, rounds, store};
+use crate::tile::{CHUNK, Chunk, Pair, define_exp2, scale, zeros};
 
 /// What the scan reads beside [`ChunkInputs`], and what it writes.
 #[derive(CubeType, CubeLaunch)]
 pub struct ScanArrays {
-    /// `[rows, tokens, value_dim]`
-    pub v: Array<Chunk>,
+    /// `[batch, kv_heads, tokens, value_dim]`
+    pub v: HeadChunks,
     /// Y, `[rows, chunks, 64, 64]`, for the delta rule.
     pub y: Array<Chunk>,
     /// The states before the chunks, `[rows, chunks, head_dim, value_dim]`.
     pub states: Array<Chunk>,
-    /// The corrected values without β, `[rows, tokens, value_dim]`, for the delta rule.
-    pub e: Array<Bf16Pair>,
+    /// The corrected values without β, as v, for the delta rule.
+    pub e: HeadPairs<bf16>,
 }
 
 /// The matrices of a block in shared memory.
@@ -73,7 +75,7 @@ pub fn scan(
     let parts = comptime!(config.parts());
     let (row, part) = (CUBE_POS_X as usize / parts, CUBE_POS_X as usize % parts);
     let chunks = sizes.chunks as usize;
-    let (of_k, of_v) = comptime!((d / CHUNK, config.value_dim / CHUNK));
+    let of_v = comptime!(config.value_dim / CHUNK);
     let first = part * comptime!(n / CHUNK);
 
     let into_state = comptime!(Product::atb(layout.k, layout.w, [d, n, CHUNK_TOKENS]));
@@ -89,8 +91,8 @@ pub fn scan(
 
     let (of, all) = (ChunkOf::new(row, 0usize, &sizes), CHUNK_TOKENS.runtime());
     factors.load(inputs, &of, config);
-    let k = fetch(&inputs.k, of.token * of_k, of_k, of.count, CHUNK_TOKENS, d);
-    let v = fetch(&arrays.v, of.token * of_v + first, of_v, of.count, CHUNK_TOKENS, n);
+    let k = of.tokens(&inputs.k.strides).fetch(&inputs.k, 0usize, d);
+    let v = of.tokens(&arrays.v.strides).fetch(&arrays.v, first, n);
     sync_cube();
     put(&mut arena, &k, of.count, layout.k, CHUNK_TOKENS, d);
     if comptime!(config.is_delta()) {
@@ -111,9 +113,8 @@ pub fn scan(
         }
         let next = ChunkOf::new(row, min(chunk + 1, chunks - 1), &sizes);
         let next_factors = FactorsAhead::fetch(inputs, &next, config);
-        let next_k = fetch(&inputs.k, next.token * of_k, of_k, next.count, CHUNK_TOKENS, d);
-        let base = next.token * of_v + first;
-        let next_v = fetch(&arrays.v, base, of_v, next.count, CHUNK_TOKENS, n);
+        let next_k = next.tokens(&inputs.k.strides).fetch(&inputs.k, 0usize, d);
+        let next_v = next.tokens(&arrays.v.strides).fetch(&arrays.v, first, n);
         let mut next_y = Array::<Chunk>::new(comptime!(transform_chunks(&config)));
         if comptime!(config.is_delta()) {
             fetch_transform(&mut next_y, &arrays.y, &next);
@@ -124,7 +125,7 @@ pub fn scan(
 
         // 2. What enters the state.
         if comptime!(config.is_delta()) {
-            correct(&mut arena, &mut arrays.e, &factors, &of, part, layout, config);
+            correct(&mut arena, &mut arrays.e, &factors, &of, first, layout, config);
             put(&mut arena, &next_y, all, layout.y, CHUNK_TOKENS, CHUNK_TOKENS);
         }
 
@@ -171,10 +172,10 @@ fn fetch_transform(own: &mut Array<Chunk>, y: &Array<Chunk>, of: &ChunkOf) {
 #[cube]
 fn correct(
     arena: &mut SharedMemory<Chunk>,
-    e: &mut Array<Bf16Pair>,
+    e: &mut HeadPairs<bf16>,
     factors: &Factors,
     of: &ChunkOf,
-    part: usize,
+    first: usize,
     #[comptime] layout: Layout,
     #[comptime] config: ChunkConfig,
 ) {
@@ -202,9 +203,7 @@ fn correct(
     if tile.exists {
         let mut acc = zeros(comptime!(solve.fragments()));
         add_product(arena, &mut acc, &tile, solve);
-        let stride = comptime!(config.value_dim / 2);
-        let base = of.token * stride + part * comptime!(n / 2);
-        write_rows(e, &acc, &tile, base, stride, of.count, solve);
+        of.tokens(&e.strides).write(e, &acc, &tile, first, solve);
         #[unroll]
         for r in 0..2usize {
             let row = tile.row(r);

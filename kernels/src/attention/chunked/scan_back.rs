@@ -1,29 +1,31 @@
 //! The backward scan: the gradient of the state after each chunk, and for the delta rule that of v.
 
+use burn::tensor::bf16;
 use cubecl::prelude::*;
 
 use super::CHUNK_TOKENS;
 use super::memory::{ChunkConfig, ChunkInputs, ChunkOf, Factors, FactorsAhead, Sizes};
+use crate::attention::flash::{HeadChunks, HeadPairs};
 use crate::tile::copies::wait_for_chunks;
 use crate::tile::matrix::{
-    Matrix, Product, WarpTile, add_product, pair, read_pair, write, write_pair, write_rows,
+    Matrix, Product, WarpTile, add_product, pair, read_pair, write, write_pair,
 };
-use crate::tile::rows::{copy_rows, fetch, put, put_scaled, start_load, store};
-use crate::tile::{Bf16Pair, CHUNK, Chunk, define_exp2, scale, zeros};
+use crate::tile::rows::{copy_rows, put, put_scaled, start_load, store};
+use crate::tile::{CHUNK, Chunk, define_exp2, scale, zeros};
 
 /// What the scan reads beside [`ChunkInputs`], and what it writes.
 #[derive(CubeType, CubeLaunch)]
 pub struct ScanBackArrays {
-    /// do, `[rows, group, tokens, value_dim]`.
-    pub d_o: Array<Chunk>,
+    /// do, `[batch, heads, tokens, value_dim]`.
+    pub d_o: HeadChunks,
     /// Y, `[rows, chunks, 64, 64]`, for the delta rule.
     pub y: Array<Chunk>,
-    /// dw from the outputs of the own chunk, `[rows, tokens, value_dim]`, for the delta rule.
-    pub d_w: Array<Chunk>,
+    /// dw from the outputs of the own chunk, `[batch, kv_heads, tokens, value_dim]`, for the delta rule.
+    pub d_w: HeadChunks,
     /// The gradients of the states after the chunks, `[rows, chunks, head_dim, value_dim]`.
     pub d_states: Array<Chunk>,
-    /// dv, `[rows, tokens, value_dim]`, for the delta rule.
-    pub d_v: Array<Bf16Pair>,
+    /// dv, likewise.
+    pub d_v: HeadPairs<bf16>,
 }
 
 /// The matrices of a block in shared memory.
@@ -85,7 +87,7 @@ pub fn scan_back(
     let parts = comptime!(config.parts());
     let (row, part) = (CUBE_POS_X as usize / parts, CUBE_POS_X as usize % parts);
     let (chunks, group) = (sizes.chunks as usize, sizes.group as usize);
-    let (of_k, of_v) = comptime!((d / CHUNK, config.value_dim / CHUNK));
+    let of_v = comptime!(config.value_dim / CHUNK);
     let first = part * comptime!(n / CHUNK);
 
     let from_output = comptime!(Product::atb(layout.q, layout.d_o, [d, n, CHUNK_TOKENS]));
@@ -95,10 +97,10 @@ pub fn scan_back(
     // A step is a query head of a chunk; the first of a chunk also takes what its heads share.
     let steps = chunks * group;
     let of = ChunkOf::new(row, chunks - 1, &sizes);
-    let query = of.query(0usize, &sizes);
     factors.load(inputs, &of, config);
-    let q = fetch(&inputs.q, query * of_k, of_k, of.count, CHUNK_TOKENS, d);
-    let d_o = fetch(&arrays.d_o, query * of_v + first, of_v, of.count, CHUNK_TOKENS, n);
+    let none = 0usize.runtime();
+    let q = of.queries(none, &inputs.q.strides, &sizes).fetch(&inputs.q, 0usize, d);
+    let d_o = of.queries(none, &arrays.d_o.strides, &sizes).fetch(&arrays.d_o, first, n);
     sync_cube();
     put(&mut arena, &q, of.count, layout.q, CHUNK_TOKENS, d);
     let since_start = &factors.since_start;
@@ -115,11 +117,11 @@ pub fn scan_back(
         let of = ChunkOf::new(row, chunks - 1 - step / group, &sizes);
         let later = min(step + 1, steps - 1);
         let next = ChunkOf::new(row, chunks - 1 - later / group, &sizes);
-        let query = next.query(later % group, &sizes);
+        let head = later % group;
         let next_factors = FactorsAhead::fetch(inputs, &next, config);
-        let next_q = fetch(&inputs.q, query * of_k, of_k, next.count, CHUNK_TOKENS, d);
-        let base = query * of_v + first;
-        let next_d_o = fetch(&arrays.d_o, base, of_v, next.count, CHUNK_TOKENS, n);
+        let next_q = next.queries(head, &inputs.q.strides, &sizes).fetch(&inputs.q, 0usize, d);
+        let upstream = next.queries(head, &arrays.d_o.strides, &sizes);
+        let next_d_o = upstream.fetch(&arrays.d_o, first, n);
         if comptime!(config.is_delta()) {
             if later % group == 0 {
                 start_shared(&mut arena, inputs, arrays, &next, first, layout, config);
@@ -136,7 +138,7 @@ pub fn scan_back(
             let base = of.number * comptime!(d * config.value_dim / CHUNK) + first;
             store(&arena, &mut arrays.d_states, base, of_v, d.runtime(), layout.d_state, d, n);
             if comptime!(config.is_delta()) {
-                correct_back(&mut arena, &mut arrays.d_v, &factors, &of, part, layout, config);
+                correct_back(&mut arena, &mut arrays.d_v, &factors, &of, first, layout, config);
                 let removed = comptime!(Product::atb(layout.k, layout.d_w, [d, n, CHUNK_TOKENS]));
                 if own.exists {
                     add_product(&arena, &mut d_state, &own, removed);
@@ -187,10 +189,9 @@ fn start_shared(
     #[comptime] config: ChunkConfig,
 ) {
     let (d, n, all) = comptime!((config.head_dim, config.columns, CHUNK_TOKENS));
-    let (of_k, of_v) = comptime!((d / CHUNK, config.value_dim / CHUNK));
     let [k, y, d_w] = comptime!(layout.next);
-    start_load(arena, &inputs.k, of.token * of_k, of_k, of.count, k, all, d);
-    start_load(arena, &arrays.d_w, of.token * of_v + first, of_v, of.count, d_w, all, n);
+    of.tokens(&inputs.k.strides).start_load(arena, &inputs.k, 0usize, k, d);
+    of.tokens(&arrays.d_w.strides).start_load(arena, &arrays.d_w, first, d_w, n);
     let (base, stride) = (of.number * comptime!(all * all / CHUNK), comptime!(all / CHUNK));
     start_load(arena, &arrays.y, base, stride, all.runtime(), y, all, all);
 }
@@ -213,10 +214,10 @@ fn take_shared(
 #[cube]
 fn correct_back(
     arena: &mut SharedMemory<Chunk>,
-    d_v: &mut Array<Bf16Pair>,
+    d_v: &mut HeadPairs<bf16>,
     factors: &Factors,
     of: &ChunkOf,
-    part: usize,
+    first: usize,
     #[comptime] layout: Layout,
     #[comptime] config: ChunkConfig,
 ) {
@@ -246,9 +247,7 @@ fn correct_back(
     if tile.exists {
         let mut acc = zeros(comptime!(solve.fragments()));
         add_product(arena, &mut acc, &tile, solve);
-        let stride = comptime!(config.value_dim / 2);
-        let base = of.token * stride + part * comptime!(n / 2);
-        write_rows(d_v, &acc, &tile, base, stride, of.count, solve);
+        of.tokens(&d_v.strides).write(d_v, &acc, &tile, first, solve);
         #[unroll]
         for r in 0..2usize {
             let row = tile.row(r);

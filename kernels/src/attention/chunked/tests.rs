@@ -8,10 +8,10 @@ use rand_chacha::ChaCha8Rng;
 use super::{Grads, Update, backward, forward};
 use crate::Cuda;
 use crate::backend::{primitive, tensor};
-use crate::cuda::CudaTensor;
+use crate::cuda::{CudaTensor, contiguous};
 use crate::testing::{record, root_mean_square};
 
-/// Rows of a problem.
+/// Rows of a problem: kv heads of one sequence.
 const ROWS: usize = 2;
 
 /// One problem; q, k, v and the upstream gradient are numbers of bf16.
@@ -32,6 +32,15 @@ struct Sample {
 type Results = Vec<Vec<f64>>;
 
 const NAMES: [&str; 6] = ["y", "gradient of q", "of k", "of v", "of the log decays", "of beta"];
+
+/// `x`, `[batch, heads, tokens, channels]`, on the GPU in the memory order `[batch, tokens, heads, channels]`.
+pub(super) fn by_token(x: &[f32], shape: [usize; 4], dtype: DType) -> CudaTensor {
+    let x = Tensor::<Cuda, 4>::from_data(TensorData::new(x.to_vec(), shape), &Default::default());
+    let x = if dtype == DType::BF16 { x.cast(FloatDType::BF16) } else { x };
+    let mut x = contiguous(&primitive(x.swap_dims(1, 2)));
+    x.meta.swap(1, 2);
+    x
+}
 
 impl Sample {
     /// Unit keys and queries, random decays; β from 0 to 1 under the delta rule.
@@ -79,17 +88,15 @@ impl Sample {
 
     fn by_kernels(&self) -> Results {
         let [group, len, d, values] = self.sizes;
-        fn of<const D: usize>(x: &[f32], shape: [usize; D], dtype: DType) -> CudaTensor {
-            let data = TensorData::new(x.to_vec(), shape);
-            let x = Tensor::<Cuda, D>::from_data(data, &Default::default());
-            primitive(if dtype == DType::BF16 { x.cast(FloatDType::BF16) } else { x })
-        }
-        let q = of(&self.q, [ROWS, group, len, d], DType::BF16);
-        let k = of(&self.k, [ROWS, len, d], DType::BF16);
-        let v = of(&self.v, [ROWS, len, values], DType::BF16);
-        let log_decay = of(&self.log_decay, [ROWS, len, 1], DType::F32);
-        let upstream = of(&self.upstream, [ROWS, group, len, values], DType::BF16);
-        let beta = self.beta.as_ref().map(|beta| of(beta, [ROWS, len, 1], DType::F32));
+        let of = |x: &[f32], heads: usize, channels: usize, dtype| {
+            by_token(x, [1, heads, len, channels], dtype)
+        };
+        let q = of(&self.q, ROWS * group, d, DType::BF16);
+        let k = of(&self.k, ROWS, d, DType::BF16);
+        let v = of(&self.v, ROWS, values, DType::BF16);
+        let log_decay = of(&self.log_decay, ROWS, 1, DType::F32);
+        let upstream = of(&self.upstream, ROWS * group, values, DType::BF16);
+        let beta = self.beta.as_ref().map(|beta| of(beta, ROWS, 1, DType::F32));
         let inputs = [&q, &k, &v, &log_decay];
         let done = forward(self.update, inputs, beta.as_ref(), true).expect("the core serves this");
         let y = done.output;

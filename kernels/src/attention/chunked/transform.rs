@@ -6,7 +6,7 @@ use super::CHUNK_TOKENS;
 use super::memory::{ChunkConfig, ChunkInputs, ChunkOf, Factors, Sizes};
 use crate::tile::inverse::{ELEMENTS, INVERSE, ROW, SYSTEM, clear_inverse, invert, rounded};
 use crate::tile::matrix::{Matrix, Product, WarpTile, add_product};
-use crate::tile::rows::{Own, finish_loads, rounds, start_load};
+use crate::tile::rows::{Own, finish_loads, rounds};
 use crate::tile::{CHUNK, Chunk, define_exp2, zeros};
 
 /// Y of each chunk, rounded to bf16, `[rows, chunks, 64, 64]`. Blocks of 16 tokens are computed by substitution in f32,
@@ -31,8 +31,7 @@ pub fn transform(
     let mut factors = Factors::new();
 
     // 1. The system; zeros in place of the inverse.
-    let stride = comptime!(d / CHUNK);
-    start_load(&mut tiles, &inputs.k, of.token * stride, stride, of.count, k, CHUNK_TOKENS, d);
+    of.tokens(&inputs.k.strides).start_load(&mut tiles, &inputs.k, 0usize, k, d);
     factors.load(inputs, &of, config);
     clear_inverse(&mut arena);
     finish_loads();

@@ -1,27 +1,27 @@
 //! The gradient of what enters the state, w, from the outputs of its own chunk and, if the state's gradients are
 //! there, from those of later chunks.
 
+use burn::tensor::bf16;
 use cubecl::prelude::*;
 
 use super::memory::{ChunkConfig, ChunkInputs, ChunkOf, Factors, Sizes};
 use super::{CHUNK_TOKENS, THREADS};
-use crate::tile::matrix::{
-    Matrix, Product, WarpTile, add_product, pair, scale_rows, write_pair, write_rows,
-};
+use crate::attention::flash::{HeadChunks, HeadPairs};
+use crate::tile::matrix::{Matrix, Product, WarpTile, add_product, pair, scale_rows, write_pair};
 use crate::tile::roles::blocks_per_multiprocessor;
 use crate::tile::rows::{finish_loads, start_load};
-use crate::tile::{Bf16Pair, CHUNK, Chunk, define_exp2, keep_loop, zeros};
+use crate::tile::{CHUNK, Chunk, define_exp2, keep_loop, zeros};
 
 /// What the kernel reads beside [`ChunkInputs`], and its result.
 #[derive(CubeType, CubeLaunch)]
 pub struct ValueGradientArrays {
-    /// do, `[rows, group, tokens, value_dim]`.
-    pub d_o: Array<Chunk>,
+    /// do, `[batch, heads, tokens, value_dim]`.
+    pub d_o: HeadChunks,
     /// The gradients of the states after the chunks, `[rows, chunks, head_dim, value_dim]`, for an additive update.
     pub d_states: Array<Chunk>,
-    /// `[rows, tokens, value_dim]`: of v for an additive update; for the delta rule the part of dw that comes from the
+    /// `[batch, kv_heads, tokens, value_dim]`: of v for an additive update; for the delta rule the part of dw that comes from the
     /// own chunk's outputs.
-    pub d_v: Array<Bf16Pair>,
+    pub d_v: HeadPairs<bf16>,
 }
 
 /// The matrices of a block in shared memory.
@@ -68,10 +68,10 @@ pub fn value_gradients(
     let parts = comptime!(config.parts());
     let (number, part) = (CUBE_POS_X as usize / parts, CUBE_POS_X as usize % parts);
     let of = ChunkOf::new(number / chunks, number % chunks, &sizes);
-    let (of_k, of_v) = comptime!((d / CHUNK, config.value_dim / CHUNK));
+    let of_v = comptime!(config.value_dim / CHUNK);
     let first = part * comptime!(n / CHUNK);
 
-    start_load(&mut arena, &inputs.k, of.token * of_k, of_k, of.count, layout.k, CHUNK_TOKENS, d);
+    of.tokens(&inputs.k.strides).start_load(&mut arena, &inputs.k, 0usize, layout.k, d);
     factors.load(inputs, &of, config);
     let square = comptime!([CHUNK_TOKENS, n, CHUNK_TOKENS]);
     let from_chunk = comptime!(Product::atb(layout.scores, layout.d_o, square));
@@ -89,10 +89,10 @@ pub fn value_gradients(
     }
     keep_loop();
     for head in 0..group {
-        let query = of.query(head, &sizes);
-        start_load(&mut arena, &inputs.q, query * of_k, of_k, of.count, layout.q, CHUNK_TOKENS, d);
-        let base = query * of_v + first;
-        start_load(&mut arena, &arrays.d_o, base, of_v, of.count, layout.d_o, CHUNK_TOKENS, n);
+        let queries = of.queries(head, &inputs.q.strides, &sizes);
+        queries.start_load(&mut arena, &inputs.q, 0usize, layout.q, d);
+        let upstream = of.queries(head, &arrays.d_o.strides, &sizes);
+        upstream.start_load(&mut arena, &arrays.d_o, first, layout.d_o, n);
         finish_loads();
         let qk = comptime!(Product::abt(layout.q, layout.k, [CHUNK_TOKENS, CHUNK_TOKENS, d]));
         let tile = WarpTile::new(qk);
@@ -120,8 +120,6 @@ pub fn value_gradients(
         if comptime!(!config.is_delta()) {
             scale_rows(&mut acc, &factors.beta, &own, from_chunk);
         }
-        let stride = comptime!(config.value_dim / 2);
-        let base = of.token * stride + part * comptime!(n / 2);
-        write_rows(&mut arrays.d_v, &acc, &own, base, stride, of.count, from_chunk);
+        of.tokens(&arrays.d_v.strides).write(&mut arrays.d_v, &acc, &own, first, from_chunk);
     }
 }

@@ -198,13 +198,16 @@ struct RowGrads<'a> {
 
 impl CorrectedValues {
     fn sizes(&self, inputs: &[FlexTensor]) -> Sizes {
-        let [rows, seq_len, head_dim] = dims(&inputs[0])[..] else { panic!("k of 3 dimensions") };
-        let (value_dim, channels) = (dims(&inputs[1])[2], dims(&inputs[3])[2]);
+        let [batch, kv_heads, seq_len, head_dim] = dims(&inputs[0])[..] else {
+            panic!("k of 4 dimensions")
+        };
+        let (value_dim, channels) = (dims(&inputs[1])[3], dims(&inputs[3])[3]);
         let chunk = self.chunk.min(seq_len.next_power_of_two());
+        let rows = batch * kv_heads;
         Sizes { rows, seq_len, head_dim, value_dim, channels, chunk }
     }
 
-    /// w and r; `before` is the state before the first token, `[rows, head_dim, value_dim]`, 0 if `None`.
+    /// w and r; `before` is the state before the first token, `[batch · kv_heads, head_dim, value_dim]`, 0 if `None`.
     pub(super) fn run(
         &self,
         inputs: &[FlexTensor; 4],
@@ -251,12 +254,11 @@ impl CorrectedValues {
                 let inputs = [&saved[0], &saved[1], &saved[2], &saved[3], &saved[4]].map(part);
                 sizes.gradients(inputs, part(&grad), RowGrads { v, beta, w, reads });
             });
-        let [rows, head_dim] = [sizes.rows, sizes.head_dim];
         let shapes = [0, 1, 2].map(|at| dims(&saved[at]));
-        let k = || from_vec(slice(&saved[0]).to_vec(), &[rows, 1, seq_len, head_dim]);
-        let reads = from_vec(reads, &[rows, 1, seq_len, sizes.value_dim]);
+        let reads = from_vec(reads, &shapes[1]);
         let linear = GatedLinear { chunk: self.chunk };
-        let inputs = [k(), saved[0].clone(), from_vec(w, &shapes[1]), saved[3].clone()];
+        let k = || saved[0].clone();
+        let inputs = [k(), k(), from_vec(w, &shapes[1]), saved[3].clone()];
         let [as_query, as_key, _, log_decay] = linear.gradients(&inputs, before, &reads, false);
         let k = slice(&as_query).iter().zip(slice(&as_key)).map(|(a, b)| a + b).collect();
         [from_vec(k, &shapes[0]), from_vec(v, &shapes[1]), from_vec(beta, &shapes[2]), log_decay]

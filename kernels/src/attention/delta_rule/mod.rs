@@ -44,7 +44,7 @@ use burn::tensor::Tensor;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn_flex::FlexTensor;
 
-use super::blocks::repeat_heads;
+use super::blocks::{repeat_groups, repeat_heads};
 use super::chunked::diagonal::Corrections;
 use super::chunked::{self, Decays, Grads, Rows, Update};
 use super::linear::GatedLinear;
@@ -69,20 +69,19 @@ pub struct DeltaRule {
     pub decays: Decays,
 }
 
-/// The inputs of the delta rule. A row is a kv head of a sequence: `rows` is batch · kv_heads, `group` the query
-/// heads per kv head.
+/// The inputs of the delta rule.
 #[derive(Clone, Debug)]
 pub struct DeltaInputs<B: OpBackend> {
-    /// Unit queries times the softmax scale, `[rows, group, seq_len, head_dim]`.
+    /// Unit queries times the softmax scale, `[batch, heads, seq_len, head_dim]`.
     q: Tensor<B, 4>,
-    /// Unit keys, `[rows, seq_len, head_dim]`.
-    k: Tensor<B, 3>,
-    /// `[rows, seq_len, value_dim]`
-    v: Tensor<B, 3>,
-    /// `[rows, seq_len, 1]`
-    beta: Tensor<B, 3>,
-    /// `[rows, seq_len, 1 or head_dim]`
-    log_decay: Tensor<B, 3>,
+    /// Unit keys, `[batch, kv_heads, seq_len, head_dim]`.
+    k: Tensor<B, 4>,
+    /// `[batch, kv_heads, seq_len, value_dim]`
+    v: Tensor<B, 4>,
+    /// `[batch, kv_heads, seq_len, 1]`
+    beta: Tensor<B, 4>,
+    /// `[batch, kv_heads, seq_len, 1 or head_dim]`
+    log_decay: Tensor<B, 4>,
 }
 
 impl<B: OpBackend> DeltaInputs<B> {
@@ -98,27 +97,16 @@ impl<B: OpBackend> DeltaInputs<B> {
         beta: Tensor<B, 3>,
         log_decay: Tensor<B, 4>,
     ) -> Self {
-        let [batch, key_heads, seq_len, d] = k.dims();
-        let (kv_heads, group) = (shape.kv_heads, shape.group());
-        let rows = batch * kv_heads;
-        let [channels, values] = [log_decay.dims()[3], v.dims()[3]];
         let [q, k] = [unit(q, shape.scale(), KEY_EPS), unit(k, 1.0, KEY_EPS)];
-        let serves = kv_heads / key_heads;
-        let q = repeat_heads(q.reshape([batch, key_heads, group * seq_len, d]), serves);
+        let serves = shape.kv_heads / k.dims()[1];
         DeltaInputs {
-            q: q.reshape([rows, group, seq_len, d]),
-            k: repeat_heads(k, serves).reshape([rows, seq_len, d]),
-            v: v.reshape([rows, seq_len, values]),
-            beta: by_head(beta, kv_heads).reshape([rows, seq_len, 1]),
-            log_decay: log_decay.reshape([rows, seq_len, channels]),
+            q: repeat_groups(q, shape.group(), serves),
+            k: repeat_heads(k, serves),
+            v,
+            beta: by_head(beta, shape.kv_heads),
+            log_decay,
         }
     }
-}
-
-/// Joins rows and groups to heads: `[rows, group, seq_len, value_dim]` to `[batch, heads, seq_len, value_dim]`.
-fn heads<B: OpBackend>(y: Tensor<B, 4>, shape: &AttentionShape) -> Tensor<B, 4> {
-    let [rows, group, seq_len, values] = y.dims();
-    y.reshape([rows * group / shape.heads, shape.heads, seq_len, values])
 }
 
 impl DeltaRule {
@@ -130,37 +118,44 @@ impl DeltaRule {
     /// theirs in it: `[batch, kv_heads · head_dim · value_dim]`.
     pub fn attend<B: OpBackend>(
         &self,
-        shape: &AttentionShape,
         inputs: DeltaInputs<B>,
         state: Option<&mut Tensor<B, 2>>,
         path: ExecPath,
     ) -> Tensor<B, 4> {
         let DeltaInputs { q, k, v, beta, log_decay } = inputs;
-        let sizes = [k.dims()[0], k.dims()[2], v.dims()[2]];
+        let [batch, kv_heads, _, d] = k.dims();
+        let sizes = [batch * kv_heads, d, v.dims()[3]];
         let inputs =
             [primitive(q), primitive(k), primitive(v), primitive(beta), primitive(log_decay)];
         let op = DeltaAttention { chunk: self.chunk };
-        heads(run_rows::<B, _, 5>(path, &op, inputs, state, sizes), shape)
+        run_rows::<B, _, 5>(path, &op, inputs, state, sizes)
     }
 
     /// y of the tokens after those in `state`, and advances the state past them.
     pub fn extend<B: OpBackend>(
         &self,
-        shape: &AttentionShape,
         inputs: DeltaInputs<B>,
         state: &mut State<B>,
         path: ExecPath,
     ) -> Tensor<B, 4> {
         let DeltaInputs { q, k, v, beta, log_decay } = inputs;
-        let [rows, group, seq_len, d] = q.dims();
+        let ([batch, heads, seq_len, d], [_, kv_heads, _, values]) = (q.dims(), v.dims());
+        let rows = batch * kv_heads;
         let (y, end) = match state.s.take() {
             start if path == ExecPath::Kernel(DeviceKind::Cuda) => {
                 Rows { q, k, v, log_decay, beta: Some(beta) }.extend(Update::Delta, start)
             }
             Some(start) if seq_len == 1 => {
-                let (q, corrections) = (q.reshape([rows, group, d]), Corrections::Weights(beta));
-                let (y, end) = Token { q, k, v, log_decay, corrections }.advance(start);
-                (y.unsqueeze_dim(2), end)
+                let channels = log_decay.dims()[3];
+                let token = Token {
+                    q: q.reshape([rows, heads / kv_heads, d]),
+                    k: k.reshape([rows, 1, d]),
+                    v: v.reshape([rows, 1, values]),
+                    log_decay: log_decay.reshape([rows, 1, channels]),
+                    corrections: Corrections::Weights(beta.reshape([rows, 1, 1])),
+                };
+                let (y, end) = token.advance(start);
+                (y.reshape([batch, heads, 1, values]), end)
             }
             start => {
                 let values = CorrectedValues { chunk: self.chunk };
@@ -169,7 +164,7 @@ impl DeltaRule {
             }
         };
         state.s = Some(end);
-        heads(y, shape)
+        y
     }
 
     /// FLOPs per token, forward: those of [`GatedLinear`], and for w the same with one query per kv head.
@@ -214,9 +209,9 @@ impl DeltaRule {
     }
 }
 
-/// y: inputs q `[rows, group, seq_len, head_dim]`, already scaled, k `[rows, seq_len, head_dim]`, v
-/// `[rows, seq_len, value_dim]`, β `[rows, seq_len, 1]`, log decays `[rows, seq_len, 1 or head_dim]`; the output is
-/// `[rows, group, seq_len, value_dim]`.
+/// y: inputs q `[batch, heads, seq_len, head_dim]`, already scaled, k `[batch, kv_heads, seq_len, head_dim]`, v `[batch,
+/// kv_heads, seq_len, value_dim]`, β `[batch, kv_heads, seq_len, 1]`, log decays `[batch, kv_heads, seq_len, 1 or
+/// head_dim]`; the output is `[batch, heads, seq_len, value_dim]`.
 #[derive(Clone, Debug)]
 struct DeltaAttention {
     /// Tokens per chunk, a power of two.
@@ -237,7 +232,7 @@ impl DeltaAttention {
         [q, k, v, beta, log_decay]: [FloatTensor<B>; 5],
         before: Option<FloatTensor<B>>,
     ) -> (Tensor<B, 4>, Tensor<B, 3>) {
-        let [k, v, beta, log_decay] = [k, v, beta, log_decay].map(tensor::<B, 3>);
+        let [k, v, beta, log_decay] = [k, v, beta, log_decay].map(tensor::<B, 4>);
         let before = before.map(tensor::<B, 3>);
         let inputs = [k.clone(), v, beta, log_decay.clone()];
         let v = self.values().forward(inputs, before.clone());
@@ -321,7 +316,7 @@ impl Op<5> for DeltaAttention {
     }
 }
 
-/// States are `[rows, head_dim, value_dim]`.
+/// States are `[batch · kv_heads, head_dim, value_dim]`.
 impl StateOp<5> for DeltaAttention {
     fn reference_from<B: OpBackend>(
         &self,
@@ -356,8 +351,8 @@ impl StateOp<5> for DeltaAttention {
     }
 }
 
-/// w: inputs k `[rows, seq_len, head_dim]`, v `[rows, seq_len, value_dim]`, β `[rows, seq_len, 1]`, log decays
-/// `[rows, seq_len, 1 or head_dim]`; the output has v's shape.
+/// w: inputs k `[batch, kv_heads, seq_len, head_dim]`, v `[batch, kv_heads, seq_len, value_dim]`, β `[batch, kv_heads,
+/// seq_len, 1]`, log decays `[batch, kv_heads, seq_len, 1 or head_dim]`; the output has v's shape.
 #[derive(Clone, Debug)]
 struct CorrectedValues {
     /// Tokens per chunk, a power of two.

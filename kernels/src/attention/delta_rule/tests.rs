@@ -157,10 +157,10 @@ fn run([q, k, v, beta, log_decay, upstream]: &[Vec<f32>; 6], chunk: usize) -> [V
     let inputs = [q, k, v, beta, log_decay].map(|x| tensor(x).require_grad());
     let [q, k, v, beta, log_decay] = inputs.clone();
     let beta = beta.narrow(2, 0, 1);
-    let rows = DeltaInputs { q: q.unsqueeze_dim(1), k, v, beta, log_decay };
-    let shape = AttentionShape::new(D, 1, 1, D);
+    let [q, k, v, beta, log_decay] = [q, k, v, beta, log_decay].map(|x| x.unsqueeze_dim::<4>(1));
+    let rows = DeltaInputs { q, k, v, beta, log_decay };
     let y = DeltaRule { chunk, decays: Decays::PerToken }
-        .attend(&shape, rows, None, ExecPath::Reference)
+        .attend(rows, None, ExecPath::Reference)
         .squeeze_dim::<3>(1);
     let grads = (y.clone() * tensor(upstream)).sum().backward();
     let of = |x: Tensor<Flex, 3>| x.into_data().iter::<f64>().collect::<Vec<_>>();
@@ -270,26 +270,16 @@ fn wave<const N: usize>(shape: [usize; N], phase: f32) -> Tensor<Flex, N> {
 
 /// Two rows of `seq_len` tokens with three query heads each, and log decays of so many channels.
 fn waves(seq_len: usize, channels: usize) -> DeltaInputs<Flex> {
-    let k = wave([2, seq_len, 8], 1.0);
-    let norm = (k.clone() * k.clone()).sum_dim(2).sqrt();
+    let k = wave([2, 1, seq_len, 8], 1.0);
+    let norm = (k.clone() * k.clone()).sum_dim(3).sqrt();
     DeltaInputs {
         q: wave([2, 3, seq_len, 8], 0.0),
         k: k / norm,
-        v: wave([2, seq_len, 5], 2.0),
-        beta: wave([2, seq_len, 1], 3.0) + 1.0,
-        log_decay: (wave([2, seq_len, 1], 4.0) - 1.0).repeat_dim(2, channels),
+        v: wave([2, 1, seq_len, 5], 2.0),
+        beta: wave([2, 1, seq_len, 1], 3.0) + 1.0,
+        log_decay: (wave([2, 1, seq_len, 1], 4.0) - 1.0).repeat_dim(3, channels),
     }
 }
-
-const SHAPE: AttentionShape = AttentionShape {
-    width: 24,
-    heads: 3,
-    kv_heads: 1,
-    head_dim: 8,
-    window: None,
-    layer: 0,
-    layers: 1,
-};
 
 fn largest_difference<const N: usize>(a: Tensor<Flex, N>, b: Tensor<Flex, N>) -> f32 {
     (a - b).abs().max().into_scalar()
@@ -300,14 +290,14 @@ fn largest_difference<const N: usize>(a: Tensor<Flex, N>, b: Tensor<Flex, N>) ->
 fn the_state_does_not_depend_on_how_tokens_arrive() {
     let rule = DeltaRule { chunk: 16, decays: Decays::PerToken };
     let (mut state, mut whole) = (State::default(), State::default());
-    let want = rule.extend(&SHAPE, waves(300, 8), &mut whole, ExecPath::Reference);
+    let want = rule.extend(waves(300, 8), &mut whole, ExecPath::Reference);
     let mut parts = vec![];
     for n in [100, 1, 1, 16, 33, 149] {
         let first = parts.iter().map(|y: &Tensor<Flex, 4>| y.dims()[2]).sum();
         let DeltaInputs { q, k, v, beta, log_decay } = waves(300, 8);
-        let [k, v, beta, log_decay] = [k, v, beta, log_decay].map(|x| x.narrow(1, first, n));
-        let inputs = DeltaInputs { q: q.narrow(2, first, n), k, v, beta, log_decay };
-        parts.push(rule.extend(&SHAPE, inputs, &mut state, ExecPath::Reference));
+        let [q, k, v, beta, log_decay] = [q, k, v, beta, log_decay].map(|x| x.narrow(2, first, n));
+        let inputs = DeltaInputs { q, k, v, beta, log_decay };
+        parts.push(rule.extend(inputs, &mut state, ExecPath::Reference));
     }
     assert!(largest_difference(Tensor::cat(parts, 2), want) < 2e-6);
     assert!(largest_difference(state.s.unwrap(), whole.s.unwrap()) < 2e-6);
@@ -317,7 +307,7 @@ fn the_state_does_not_depend_on_how_tokens_arrive() {
 fn a_heads_decay_equals_the_same_decay_of_every_channel() {
     let rule = DeltaRule { chunk: 16, decays: Decays::PerToken };
     for path in [ExecPath::Reference, ExecPath::Kernel(crate::device::DeviceKind::Cpu)] {
-        let y = |channels| rule.attend(&SHAPE, waves(100, channels), None, path);
+        let y = |channels| rule.attend(waves(100, channels), None, path);
         assert!(largest_difference(y(1), y(8)) < 2e-6, "{path}");
     }
 }

@@ -6,9 +6,10 @@ use cubecl::prelude::*;
 
 use super::{PAIR, QUAD};
 use crate::cuda::{CudaTensor, WIDE, buffer, contiguous, empty};
-use crate::tile::{Accumulator, CHUNK, PANEL_DIM, RowStrides, RowStridesLaunch, store_rows};
+use crate::tile::{Accumulator, CHUNK, Chunk, PANEL_DIM, RowStrides, RowStridesLaunch, store_rows};
 
 /// A tensor `[batch, heads, rows, channels]` whose rows consist of whole, aligned chunks.
+#[derive(Clone, Debug)]
 pub struct Heads {
     /// The tensor.
     pub tensor: CudaTensor,
@@ -39,7 +40,7 @@ impl Heads {
     }
 
     /// [`Heads::like`] in another type, and with another number of channels.
-    pub(super) fn like_with(&self, dtype: DType, channels: usize) -> Self {
+    pub fn like_with(&self, dtype: DType, channels: usize) -> Self {
         let [batch, heads, rows, _] = self.dims;
         let mut tensor = empty(&self.tensor, &[batch, rows, heads, channels], dtype);
         tensor.meta.swap(1, 2);
@@ -58,6 +59,11 @@ impl Heads {
         let chunks = |d: usize| u32::try_from(self.strides()[d] / CHUNK);
         let chunks = |d| chunks(d).expect("strides below 2^32 chunks");
         RowStridesLaunch::new(chunks(0), chunks(1), chunks(2))
+    }
+
+    /// The tensor as chunks of channels.
+    pub fn chunks(&self) -> HeadChunksLaunch<CudaRuntime> {
+        HeadChunksLaunch::new(buffer(&self.tensor, CHUNK), self.row_strides())
     }
 
     /// The tensor as pairs of channels.
@@ -79,6 +85,15 @@ impl Heads {
         TensorMapArg::new(TiledArgs { tile_size }, tensor, bf16::as_type_native_unchecked())
             .with_swizzle(TensorMapSwizzle::B128)
     }
+}
+
+/// A tensor `[batch, heads, rows, channels]` in bf16 as chunks of channels.
+#[derive(CubeType, CubeLaunch)]
+pub struct HeadChunks {
+    /// Its elements.
+    pub chunks: Array<Chunk>,
+    /// The strides of its rows.
+    pub strides: RowStrides,
 }
 
 /// A tensor `[batch, heads, rows, channels]` as pairs of channels.

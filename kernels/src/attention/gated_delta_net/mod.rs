@@ -224,7 +224,7 @@ impl Variant for Config {
         documents: DocumentStarts<B>,
         path: ExecPath,
     ) -> Tensor<B, 4> {
-        self.run(shape, inputs, documents, |inputs| self.rule().attend(shape, inputs, None, path))
+        self.run(shape, inputs, documents, |inputs| self.rule().attend(inputs, None, path))
     }
 
     fn attend_from<B: OpBackend>(
@@ -236,7 +236,7 @@ impl Variant for Config {
         path: ExecPath,
     ) -> Tensor<B, 4> {
         let rule = self.rule();
-        self.run(shape, inputs, documents, |inputs| rule.attend(shape, inputs, Some(state), path))
+        self.run(shape, inputs, documents, |inputs| rule.attend(inputs, Some(state), path))
     }
 
     fn log_retention<B: OpBackend>(
@@ -265,6 +265,6 @@ impl Variant for Config {
         state: &mut State<B>,
         path: ExecPath,
     ) -> Tensor<B, 4> {
-        self.run(shape, inputs, None, |inputs| self.rule().extend(shape, inputs, state, path))
+        self.run(shape, inputs, None, |inputs| self.rule().extend(inputs, state, path))
     }
 }

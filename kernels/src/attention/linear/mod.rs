@@ -147,7 +147,7 @@ impl Config {
     }
 
     /// The operation's inputs, from position `first` on.
-    fn rows<B: OpBackend>(
+    fn inputs<B: OpBackend>(
         &self,
         shape: &AttentionShape,
         [q, k, v]: [Tensor<B, 4>; 3],
@@ -155,10 +155,10 @@ impl Config {
         documents: DocumentStarts<B>,
         first: usize,
     ) -> LinearInputs<B> {
-        let [batch, _, seq_len, head_dim] = q.dims();
+        let [batch, _, seq_len, _] = q.dims();
         let [q, k] = rotate(self.rotation(), [q, k], first);
         let q = q * shape.scale();
-        let (kv_heads, rows) = (shape.kv_heads, batch * shape.kv_heads);
+        let kv_heads = shape.kv_heads;
         let log_decay = match logits {
             Some(logits) => self.log_decay(kv_heads, logits, documents),
             None => {
@@ -166,13 +166,7 @@ impl Config {
                 forget_at_starts(Tensor::zeros([batch, kv_heads, seq_len, 1], options), documents)
             }
         };
-        let channels = log_decay.dims()[3];
-        LinearInputs {
-            q: q.reshape([rows, shape.group(), seq_len, head_dim]),
-            k: k.reshape([rows, seq_len, head_dim]),
-            v: v.reshape([rows, seq_len, head_dim]),
-            log_decay: log_decay.reshape([rows, seq_len, channels]),
-        }
+        LinearInputs { q, k, v, log_decay }
     }
 }
 
@@ -276,11 +270,10 @@ impl Variant for Config {
         documents: DocumentStarts<B>,
         path: ExecPath,
     ) -> Tensor<B, 4> {
-        let dims = q.dims();
         let logits = projections.into_iter().next();
-        let rows = self.rows(shape, [q, k, v], logits, documents, 0);
-        let y = self.op().attend(rows, None, None, path);
-        rms_norm(y.reshape(dims), parameters[0].clone(), EPS)
+        let inputs = self.inputs(shape, [q, k, v], logits, documents, 0);
+        let y = self.op().attend(inputs, None, None, path);
+        rms_norm(y, parameters[0].clone(), EPS)
     }
 
     fn attend_from<B: OpBackend>(
@@ -291,11 +284,10 @@ impl Variant for Config {
         state: &mut Tensor<B, 2>,
         path: ExecPath,
     ) -> Tensor<B, 4> {
-        let dims = q.dims();
         let logits = projections.into_iter().next();
-        let rows = self.rows(shape, [q, k, v], logits, documents, 0);
-        let y = self.op().attend(rows, None, Some(state), path);
-        rms_norm(y.reshape(dims), parameters[0].clone(), EPS)
+        let inputs = self.inputs(shape, [q, k, v], logits, documents, 0);
+        let y = self.op().attend(inputs, None, Some(state), path);
+        rms_norm(y, parameters[0].clone(), EPS)
     }
 
     fn log_retention<B: OpBackend>(
@@ -323,18 +315,18 @@ impl Variant for Config {
         state: &mut State<B>,
         path: ExecPath,
     ) -> Tensor<B, 4> {
-        let dims = q.dims();
+        let tokens = q.dims()[2];
         let logits = projections.into_iter().next();
-        let rows = self.rows(shape, [q, k, v], logits, None, state.position);
-        let (y, sums) = self.op().extend(rows, None, state.sums.take(), path);
-        *state = State { sums: Some(sums), position: state.position + dims[2] };
-        rms_norm(y.reshape(dims), parameters[0].clone(), EPS)
+        let inputs = self.inputs(shape, [q, k, v], logits, None, state.position);
+        let (y, sums) = self.op().extend(inputs, None, state.sums.take(), path);
+        *state = State { sums: Some(sums), position: state.position + tokens };
+        rms_norm(y, parameters[0].clone(), EPS)
     }
 }
 
-/// The operation before the norm: inputs q `[rows, group, seq_len, head_dim]`, already scaled, k
-/// `[rows, seq_len, head_dim]`, v `[rows, seq_len, value_dim]`, log decays `[rows, seq_len, 1 or head_dim]`;
-/// the output is `[rows, group, seq_len, value_dim]`.
+/// The operation before the norm: inputs q `[batch, heads, seq_len, head_dim]`, already scaled, k `[batch, kv_heads,
+/// seq_len, head_dim]`, v `[batch, kv_heads, seq_len, value_dim]`, log decays `[batch, kv_heads, seq_len, 1 or
+/// head_dim]`; the output is `[batch, heads, seq_len, value_dim]`.
 #[derive(Clone, Debug)]
 pub(super) struct GatedLinear {
     /// Tokens per chunk, a power of two.
@@ -343,16 +335,16 @@ pub(super) struct GatedLinear {
 
 impl GatedLinear {
     /// y over whole rows, which go on from `state`, if there is one, and leave theirs in it:
-    /// `[batch, kv_heads · head_dim · value_dim]`; β `[rows, seq_len, 1]` weighs values.
+    /// `[batch, kv_heads · head_dim · value_dim]`; β `[batch, kv_heads, seq_len, 1]` weighs values.
     pub fn attend<B: OpBackend>(
         &self,
-        rows: LinearInputs<B>,
-        beta: Option<Tensor<B, 3>>,
+        inputs: LinearInputs<B>,
+        beta: Option<Tensor<B, 4>>,
         state: Option<&mut Tensor<B, 2>>,
         path: ExecPath,
     ) -> Tensor<B, 4> {
-        let sizes = [rows.k.dims()[0], rows.k.dims()[2], rows.v.dims()[2]];
-        let LinearInputs { q, k, v, log_decay } = rows;
+        let sizes = inputs.state_shape();
+        let LinearInputs { q, k, v, log_decay } = inputs;
         let [q, k, v, log_decay] = [primitive(q), primitive(k), primitive(v), primitive(log_decay)];
         match beta {
             None => run_rows::<B, _, 4>(path, self, [q, k, v, log_decay], state, sizes),
@@ -363,16 +355,16 @@ impl GatedLinear {
         }
     }
 
-    /// y of the tokens after those in the state `start`, and the state after them; β `[rows, seq_len, 1]` weighs
-    /// values.
+    /// y of the tokens after those in the state `start`, and the state after them; β `[batch, kv_heads, seq_len, 1]`
+    /// weighs values. States are `[batch · kv_heads, head_dim, value_dim]`.
     pub fn extend<B: OpBackend>(
         &self,
-        rows: LinearInputs<B>,
-        beta: Option<Tensor<B, 3>>,
+        inputs: LinearInputs<B>,
+        beta: Option<Tensor<B, 4>>,
         start: Option<Tensor<B, 3>>,
         path: ExecPath,
     ) -> (Tensor<B, 4>, Tensor<B, 3>) {
-        let LinearInputs { q, k, v, log_decay } = rows;
+        let LinearInputs { q, k, v, log_decay } = inputs;
         if path == ExecPath::Kernel(DeviceKind::Cuda) {
             return Rows { q, k, v, log_decay, beta }.extend(Update::Additive, start);
         }
@@ -422,8 +414,8 @@ impl GatedLinear {
     }
 }
 
-/// The operation's inputs in order, with the weights of values apart: β `[rows, seq_len, 1]` after v, if there are
-/// five.
+/// The operation's inputs in order, with the weights of values apart: β `[batch, kv_heads, seq_len, 1]` after v, if
+/// there are five.
 fn split<T>(inputs: &[T]) -> ([&T; 4], Option<&T>) {
     match inputs {
         [q, k, v, log_decay] => ([q, k, v, log_decay], None),
@@ -452,9 +444,9 @@ impl GatedLinear {
         before: Option<FloatTensor<B>>,
     ) -> (Tensor<B, 4>, Tensor<B, 3>) {
         let ([q, k, v, log_decay], beta) = split(inputs);
-        let [k, v, log_decay] = [k, v, log_decay].map(|x| tensor::<B, 3>(x.clone()));
+        let [k, v, log_decay] = [k, v, log_decay].map(|x| tensor::<B, 4>(x.clone()));
         let v = match beta {
-            Some(beta) => v * tensor::<B, 3>(beta.clone()),
+            Some(beta) => v * tensor::<B, 4>(beta.clone()),
             None => v,
         };
         let inputs = LinearInputs { q: tensor(q.clone()), k, v, log_decay };
@@ -525,7 +517,7 @@ impl<const N: usize> Op<N> for GatedLinear {
     }
 }
 
-/// States are `[rows, head_dim, value_dim]`.
+/// States are `[batch · kv_heads, head_dim, value_dim]`.
 impl<const N: usize> StateOp<N> for GatedLinear {
     fn reference_from<B: OpBackend>(
         &self,

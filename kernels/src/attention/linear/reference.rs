@@ -13,14 +13,45 @@ use crate::attention::recurrent::step::Token;
 use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
 
-/// q `[rows, group, seq_len, head_dim]`, k `[rows, seq_len, head_dim]`, v
-/// `[rows, seq_len, value_dim]` and log decays `[rows, seq_len, 1 or head_dim]`.
+/// q `[batch, heads, seq_len, head_dim]`, k `[batch, kv_heads, seq_len, head_dim]`, v `[batch, kv_heads, seq_len,
+/// value_dim]` and log decays `[batch, kv_heads, seq_len, 1 or head_dim]`.
 #[derive(Clone, Debug)]
 pub struct LinearInputs<B: OpBackend> {
     pub q: Tensor<B, 4>,
-    pub k: Tensor<B, 3>,
-    pub v: Tensor<B, 3>,
-    pub log_decay: Tensor<B, 3>,
+    pub k: Tensor<B, 4>,
+    pub v: Tensor<B, 4>,
+    pub log_decay: Tensor<B, 4>,
+}
+
+impl<B: OpBackend> LinearInputs<B> {
+    /// The shape of their states, `[batch · kv_heads, head_dim, value_dim]`.
+    pub fn state_shape(&self) -> [usize; 3] {
+        let ([batch, kv_heads, _, d], [.., values]) = (self.k.dims(), self.v.dims());
+        [batch * kv_heads, d, values]
+    }
+
+    fn by_row(self) -> RowInputs<B> {
+        let LinearInputs { q, k, v, log_decay } = self;
+        let ([batch, heads, seq_len, d], kv_heads) = (q.dims(), k.dims()[1]);
+        let of = |x: Tensor<B, 4>| {
+            let channels = x.dims()[3];
+            x.reshape([batch * kv_heads, seq_len, channels])
+        };
+        RowInputs {
+            q: q.reshape([batch * kv_heads, heads / kv_heads, seq_len, d]),
+            k: of(k),
+            v: of(v),
+            log_decay: of(log_decay),
+        }
+    }
+}
+
+/// [`LinearInputs`] by row: q `[rows, group, seq_len, head_dim]`, the others `[rows, seq_len, …]`.
+struct RowInputs<B: OpBackend> {
+    q: Tensor<B, 4>,
+    k: Tensor<B, 3>,
+    v: Tensor<B, 3>,
+    log_decay: Tensor<B, 3>,
 }
 
 /// The segments of `size` tokens at index `side` in each run of `of` segments:
@@ -81,7 +112,7 @@ struct DecayedChunks<B: OpBackend> {
 }
 
 impl<B: OpBackend> DecayedChunks<B> {
-    fn new(rows: &LinearInputs<B>, size: usize) -> Self {
+    fn new(rows: &RowInputs<B>, size: usize) -> Self {
         let log_decay = segments_of(&rows.log_decay, size, 1, 0);
         let [to_query, to_end] = decays(&log_decay);
         DecayedChunks {
@@ -127,10 +158,10 @@ pub fn pad<B: OpBackend, const D: usize>(x: Tensor<B, D>, seq_len: usize) -> Ten
     Tensor::cat(vec![x, zeros], time)
 }
 
-impl<B: OpBackend> LinearInputs<B> {
+impl<B: OpBackend> RowInputs<B> {
     /// Pads to `seq_len` with zero tokens, which neither decay nor enter the state.
     fn padded(self, seq_len: usize) -> Self {
-        LinearInputs {
+        RowInputs {
             q: pad(self.q, seq_len),
             k: pad(self.k, seq_len),
             v: pad(self.v, seq_len),
@@ -145,16 +176,27 @@ impl GatedLinear {
         self.chunk.min(seq_len.next_power_of_two())
     }
 
-    /// y and the state after the last token, where `start` is the state before the first.
+    /// y `[batch, heads, seq_len, value_dim]` and the state after the last token, where `start` is the state before the
+    /// first; states are `[batch · kv_heads, head_dim, value_dim]`.
     pub fn forward<B: OpBackend>(
         &self,
-        rows: LinearInputs<B>,
+        inputs: LinearInputs<B>,
+        start: Option<Tensor<B, 3>>,
+    ) -> (Tensor<B, 4>, Tensor<B, 3>) {
+        let ([batch, heads, seq_len, _], [.., values]) = (inputs.q.dims(), inputs.v.dims());
+        let (y, state) = self.forward_rows(inputs.by_row(), start);
+        (y.reshape([batch, heads, seq_len, values]), state)
+    }
+
+    fn forward_rows<B: OpBackend>(
+        &self,
+        rows: RowInputs<B>,
         start: Option<Tensor<B, 3>>,
     ) -> (Tensor<B, 4>, Tensor<B, 3>) {
         let [n, group, seq_len, d] = rows.q.dims();
         let start = match start {
             Some(state) if seq_len == 1 => {
-                let LinearInputs { q, k, v, log_decay } = rows;
+                let RowInputs { q, k, v, log_decay } = rows;
                 let q = q.reshape([n, group, d]);
                 let token = Token { q, k, v, log_decay, corrections: Corrections::None };
                 let (y, state) = token.advance(state);

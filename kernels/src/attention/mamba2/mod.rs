@@ -40,7 +40,7 @@ use burn::tensor::{DType, FloatDType, Tensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-use super::blocks::repeat_heads;
+use super::blocks::{repeat_groups, repeat_heads};
 use super::chunked::{self, Decays};
 use super::linear::GatedLinear;
 use super::linear::reference::LinearInputs;
@@ -97,26 +97,18 @@ impl Config {
         shape: &AttentionShape,
         Inputs { q, k, v, projections, parameters }: Inputs<B>,
         documents: DocumentStarts<B>,
-        linear: impl FnOnce(LinearInputs<B>, Tensor<B, 3>) -> Tensor<B, 4>,
+        linear: impl FnOnce(LinearInputs<B>, Tensor<B, 4>) -> Tensor<B, 4>,
     ) -> Tensor<B, 4> {
         let [step, gate] = &projections[..] else { panic!("step and gate") };
         let [rate, bias, skip, norm] = &parameters[..] else { panic!("four vectors") };
         let [batch, kv_heads, seq_len, values] = v.dims();
-        let (d, heads, group) = (k.dims()[3], shape.heads, shape.group());
-        let (rows, serves) = (batch * kv_heads, kv_heads / self.key_heads);
+        let (heads, group, serves) = (shape.heads, shape.group(), kv_heads / self.key_heads);
         // In f32, so that the two gradients of a step are added before they are rounded.
         let step = step.clone().cast(FloatDType::F32);
         let steps = step_size_of_logits(step.clone(), bias.clone());
         let log_decay = decay_of_step_logits(step, bias.clone(), rate.clone(), documents);
-        let q = repeat_heads(q.reshape([batch, self.key_heads, group * seq_len, d]), serves);
-        let inputs = LinearInputs {
-            q: q.reshape([rows, group, seq_len, d]),
-            k: repeat_heads(k, serves).reshape([rows, seq_len, d]),
-            v: v.clone().reshape([rows, seq_len, values]),
-            log_decay: log_decay.reshape([rows, seq_len, 1]),
-        };
-        let y = linear(inputs, steps.reshape([rows, seq_len, 1]));
-        let y = y.reshape([batch, heads, seq_len, values]);
+        let (q, k) = (repeat_groups(q, group, serves), repeat_heads(k, serves));
+        let y = linear(LinearInputs { q, k, v: v.clone(), log_decay }, steps);
         let y = by_token(gated_skip(y, repeat_heads(v, group), skip.clone(), gate.clone()));
         // The heads that share a head of k are normalised together; each has scales of its own.
         let o = if self.key_heads == 1 {

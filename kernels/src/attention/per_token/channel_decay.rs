@@ -14,7 +14,7 @@ use super::{MOST_PARTS, Tokens, by_head as view_by_head, by_token, in_chunks, se
 use crate::attention::DocumentStarts;
 use crate::attention::recurrent::{FORGET, by_head, decay_of_steps, forget_at_starts, step_size};
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
-use crate::cuda::{CudaTensor, buffer, contiguous, empty};
+use crate::cuda::{CudaTensor, buffer, empty};
 use crate::device::DeviceKind;
 use crate::ops::activation::kernel::{Function, value};
 use crate::ops::activation::log_sigmoid;
@@ -258,7 +258,7 @@ fn backward(
     let tokens = tokens_of(logits, heads);
     assert_eq!(dims(grad), tokens.shape(), "the shape of the gradient");
     assert_eq!(grad.dtype, DType::F32, "the type of the gradient");
-    let (grad, of_logits) = (contiguous(grad), view_by_head(logits, heads));
+    let (grad, of_logits) = (in_chunks(grad), view_by_head(logits, heads));
     let d_logits = tokens.empty_by_token(logits);
     let blocks = tokens.blocks(MOST_PARTS);
     let parts = parameters.are_learned().then(|| {

@@ -96,8 +96,13 @@ impl Tokens {
 
     /// An uninitialised tensor in bf16 whose memory is in the order of `[batch, seq_len, heads, channels]`.
     pub fn empty_by_token(&self, like: &CudaTensor) -> CudaTensor {
+        self.empty_by_token_of(like, DType::BF16)
+    }
+
+    /// The same in another type.
+    pub fn empty_by_token_of(&self, like: &CudaTensor, dtype: DType) -> CudaTensor {
         let shape = [self.batch, self.seq_len, self.heads * self.channels];
-        by_head(&empty(like, &shape, DType::BF16), self.heads)
+        by_head(&empty(like, &shape, dtype), self.heads)
     }
 }
 

@@ -8,7 +8,7 @@
 use burn::tensor::bf16;
 use cubecl::prelude::*;
 
-use super::super::memory::ChunkOf;
+use super::super::memory::{ChunkOf, HeadNumbers};
 use super::super::sums::LEAST;
 use super::super::{CHUNK_TOKENS, THREADS};
 use super::DiagonalConfig;
@@ -47,7 +47,7 @@ pub const fn segments(head_dim: usize) -> usize {
 #[cube]
 pub fn load_sums(
     sums: &mut SharedMemory<f32>,
-    log_decay: &Array<f32>,
+    log_decay: &HeadNumbers,
     of: &ChunkOf,
     #[comptime] d: usize,
 ) -> u32 {
@@ -57,6 +57,7 @@ pub fn load_sums(
     let exists = segment < segments;
     let first = segment * tokens;
     let mut counting = u32::cast_from(0u32);
+    let from = of.tokens(&log_decay.strides);
     if exists {
         let mut sum = 0f32;
         if segment == 0 {
@@ -65,8 +66,8 @@ pub fn load_sums(
         #[unroll]
         for t in 0..tokens {
             let token = first + t;
-            let at = (of.token + min(token, of.count - 1)) * d + channel;
-            let (decay, least) = (log_decay[at], f32::cast_from(LEAST));
+            let at = (from.base + min(token, of.count - 1) * from.stride) * CHUNK + channel;
+            let (decay, least) = (log_decay.numbers[at], f32::cast_from(LEAST));
             counting |= select(decay > least, comptime!(1u32 << t).runtime(), 0u32);
             sum += select(token < of.count, max(decay, least) * LOG2_E, 0f32);
             sums[(token + 1) * row + channel] = sum;

@@ -2,10 +2,11 @@
 
 use cubecl::prelude::*;
 
-use super::super::memory::{ChunkOf, Sizes};
+use super::super::memory::{ChunkOf, Sizes, TokensOf};
 use super::super::{CHUNK_TOKENS, THREADS};
 use super::levels::{load_sums, load_weights, scale_rows_by, sums_len};
 use super::{DiagonalConfig, DiagonalInputs};
+use crate::attention::flash::HeadChunks;
 use crate::tile::matrix::{Matrix, Product, WarpTile, add_product, pair, write, write_pair};
 use crate::tile::roles::blocks_per_multiprocessor;
 use crate::tile::rows::{finish_loads, start_load, store};
@@ -14,10 +15,10 @@ use crate::tile::{Accumulator, CHUNK, Chunk, define_exp2, keep_loop, scale, zero
 /// What the kernel reads beside [`DiagonalInputs`], and its results.
 #[derive(CubeType, CubeLaunch)]
 pub struct MatrixArrays {
-    /// do, `[rows, group, tokens, value_dim]`.
-    pub d_o: Array<Chunk>,
-    /// `[rows, tokens, value_dim]`
-    pub v: Array<Chunk>,
+    /// do, `[batch, heads, tokens, value_dim]`.
+    pub d_o: HeadChunks,
+    /// `[batch, kv_heads, tokens, value_dim]`
+    pub v: HeadChunks,
     /// The states before the chunks, `[rows, chunks, head_dim, value_dim]`.
     pub states: Array<Chunk>,
     /// The gradients of the states after the chunks, likewise.
@@ -30,14 +31,14 @@ pub struct MatrixArrays {
     pub inverse: Array<Chunk>,
     /// D, `[rows, group, chunks, 64, 64]`.
     pub of_corrections: Array<Chunk>,
-    /// dQ, `[rows, group, tokens, head_dim]`.
-    pub d_queries: Array<Chunk>,
-    /// dZ̃, `[rows, tokens, head_dim]`, if there are corrections.
-    pub d_removal: Array<Chunk>,
+    /// dQ, `[batch, heads, tokens, head_dim]`.
+    pub d_queries: HeadChunks,
+    /// dZ̃, `[batch, kv_heads, tokens, head_dim]`, if there are corrections.
+    pub d_removal: HeadChunks,
     /// dB̃, likewise; dK̃ where there are no corrections.
-    pub d_corrections: Array<Chunk>,
+    pub d_corrections: HeadChunks,
     /// dK̃, likewise, where there are corrections beside keys.
-    pub d_keys: Array<Chunk>,
+    pub d_keys: HeadChunks,
     /// The gradients of scores, 0 where there is no score, `[rows, chunks, readers, writers, 64, 64]`: readers are the
     /// query heads and, last, the removal keys; writers are corrections and then keys.
     pub d_scores: Array<Chunk>,
@@ -122,11 +123,10 @@ pub fn diagonal_matrices_back(
     start_d_state(&mut arena, arrays, &of, comptime!(parts - 1).runtime(), config);
     if comptime!(config.corrects()) {
         let decayed = comptime!(at(&config, place::DECAYED, d));
-        let stride = comptime!(d / CHUNK);
-        let base = of.token * stride;
         load_tokens(&mut arena, &arrays.transfer, number, transfer, all);
         load_tokens(&mut arena, &arrays.reads, number, reads, d);
-        start_load(&mut arena, &inputs.correction, base, stride, of.count, decayed, all, d);
+        let correction = &inputs.correction;
+        of.tokens(&correction.strides).start_load(&mut arena, correction, 0usize, decayed, d);
         let mut sums = SharedMemory::<f32>::new_aligned(comptime!(sums_len(d)), 16usize);
         let mut weights = SharedMemory::<f32>::new(CHUNK_TOKENS);
         load_weights(&mut weights, &inputs.beta, &of, config);
@@ -191,7 +191,8 @@ fn start_head(
     sizes: &Sizes,
     #[comptime] config: DiagonalConfig,
 ) {
-    start_upstream(arena, arrays, of, of.query(head, sizes), 0usize.runtime(), config);
+    let upstream = of.queries(head, &arrays.d_o.strides, sizes);
+    start_upstream(arena, arrays, &upstream, 0usize.runtime(), config);
     if comptime!(config.corrects()) {
         let (group, chunks) = (sizes.group as usize, sizes.chunks as usize);
         let number = (of.row * group + head) * chunks + of.chunk;
@@ -205,15 +206,13 @@ fn start_head(
 fn start_upstream(
     arena: &mut SharedMemory<Chunk>,
     arrays: &MatrixArrays,
-    of: &ChunkOf,
-    query: usize,
+    upstream: &TokensOf,
     part: usize,
     #[comptime] config: DiagonalConfig,
 ) {
-    let (n, of_v) = comptime!((config.columns, config.value_dim / CHUNK));
-    let base = query * of_v + part * comptime!(n / CHUNK);
+    let n = comptime!(config.columns);
     let to = comptime!(at(&config, place::UPSTREAM, n));
-    start_load(arena, &arrays.d_o, base, of_v, of.count, to, CHUNK_TOKENS, n);
+    upstream.start_load(arena, &arrays.d_o, part * comptime!(n / CHUNK), to, n);
 }
 
 /// Starts to load a part of v and of the state.
@@ -228,8 +227,7 @@ fn start_part(
     let (d, n, of_v) = comptime!((config.head_dim, config.columns, config.value_dim / CHUNK));
     let first = part * comptime!(n / CHUNK);
     let (values, state) = comptime!((at(&config, place::VALUES, n), at(&config, place::STATE, n)));
-    let base = of.token * of_v + first;
-    start_load(arena, &arrays.v, base, of_v, of.count, values, CHUNK_TOKENS, n);
+    of.tokens(&arrays.v.strides).start_load(arena, &arrays.v, first, values, n);
     let base = of.number * comptime!(d * config.value_dim / CHUNK) + first;
     start_load(arena, &arrays.states, base, of_v, d.runtime(), state, d, n);
 }
@@ -338,7 +336,8 @@ fn of_query(
     #[comptime] config: DiagonalConfig,
 ) {
     let (d, n, all) = comptime!((config.head_dim, config.columns, CHUNK_TOKENS));
-    let (group, query) = (sizes.group as usize, of.query(head, sizes));
+    let group = sizes.group as usize;
+    let upstream = of.queries(head, &arrays.d_o.strides, sizes);
     let (d_o, v) = comptime!((at(&config, place::UPSTREAM, n), at(&config, place::VALUES, n)));
     let state = comptime!(at(&config, place::STATE, n));
     let of_state = comptime!(Product::abt(d_o, state, [all, d, n]));
@@ -349,7 +348,7 @@ fn of_query(
     keep_loop();
     for part in 0..parts {
         if part > 0 {
-            start_upstream(arena, arrays, of, query, part, config);
+            start_upstream(arena, arrays, &upstream, part, config);
         }
         if comptime!(parts > 1) && head + part > 0 {
             start_part(arena, arrays, of, part, config);
@@ -370,8 +369,7 @@ fn of_query(
         write(arena, &d_query, own, d_q, of_state);
     }
     sync_cube();
-    let stride = comptime!(d / CHUNK);
-    store(arena, &mut arrays.d_queries, query * stride, stride, of.count, d_q, all, d);
+    of.queries(head, &arrays.d_queries.strides, sizes).store(arena, &mut arrays.d_queries, d_q, d);
     let number = first_of_reader(of, head, group, config);
     if comptime!(config.corrects()) {
         let scores = comptime!(at(&config, place::SCORES, all));
@@ -472,12 +470,12 @@ fn of_values(
         }
     }
     finish_loads();
-    let stride = comptime!(d / CHUNK);
     if comptime!(config.writers() == 2) {
-        store(arena, &mut arrays.d_keys, of.token * stride, stride, of.count, keys, all, d);
+        of.tokens(&arrays.d_keys.strides).store(arena, &mut arrays.d_keys, keys, d);
     }
     if comptime!(!config.corrects()) {
-        store(arena, &mut arrays.d_corrections, of.token * stride, stride, of.count, keys, all, d);
+        let to = &mut arrays.d_corrections;
+        of.tokens(&to.strides).store(arena, to, keys, d);
     }
 }
 
@@ -495,14 +493,13 @@ fn of_change(
     tile: &WarpTile,
     #[comptime] config: DiagonalConfig,
 ) {
-    let (d, all, stride) = comptime!((config.head_dim, CHUNK_TOKENS, config.head_dim / CHUNK));
+    let (d, all) = comptime!((config.head_dim, CHUNK_TOKENS));
     let (keys, change) =
         comptime!((at(&config, place::UPSTREAM, d), at(&config, place::WITH_KEYS, d)));
     let decayed = comptime!(at(&config, place::DECAYED, d));
     let transfer = comptime!(at(&config, place::TRANSFER, all));
     let reads = comptime!(at(&config, place::READS, d));
     let inverse = comptime!(at(&config, place::SCORES, all));
-    let base = of.token * stride;
 
     let by_change = comptime!(Product::abt(reads, change, [all, d, d]));
     let vectors = comptime!(by_change.fragments());
@@ -527,7 +524,8 @@ fn of_change(
         write(arena, &d_corrections, own, d_b, by_change);
     }
     sync_cube();
-    store(arena, &mut arrays.d_corrections, base, stride, of.count, d_b, all, d);
+    let to = &mut arrays.d_corrections;
+    of.tokens(&to.strides).store(arena, to, d_b, d);
     let mut d_removal = zeros(vectors);
     if own.exists {
         let by_inverse = comptime!(Product::atb(inverse, d_w, [all, d, all]));
@@ -545,7 +543,7 @@ fn of_change(
         write(arena, &d_removal, own, d_z, by_change);
     }
     sync_cube();
-    store(arena, &mut arrays.d_removal, base, stride, of.count, d_z, all, d);
+    of.tokens(&arrays.d_removal.strides).store(arena, &mut arrays.d_removal, d_z, d);
     let mut d_system = zeros(comptime!(square.fragments()));
     add_product(arena, &mut d_system, tile, comptime!(Product::abt(d_z, reads, [all, all, d])));
     let by_transfer = comptime!(Product::abt(of_u, transfer, [all, all, all]));

@@ -32,13 +32,24 @@ use self::output::OutputArraysLaunch;
 use self::queries::QueryArraysLaunch;
 use self::scan::ScanArraysLaunch;
 use self::transform::TransformArraysLaunch;
-use super::memory::SizesLaunch;
-use super::{CHUNK_TOKENS, States, THREADS, serves};
+use super::memory::{HeadNumbers, HeadNumbersLaunch};
+use super::{CHUNK_TOKENS, CallSizes, States, THREADS};
 use crate::attention::AttentionShape;
+use crate::attention::flash::{HeadChunks, HeadChunksLaunch, Heads};
 use crate::cuda::{CudaTensor, buffer, contiguous, empty, multiprocessors};
 use crate::ops::cuda::{as_u32, dim, dims, nothing};
+use crate::tile::CHUNK;
 use crate::tile::matrix::{Matrix, Product};
-use crate::tile::{CHUNK, Chunk};
+
+/// A tensor `[batch, heads, seq_len, channels]` in bf16 as an argument.
+fn chunks(x: &CudaTensor) -> HeadChunksLaunch<CudaRuntime> {
+    Heads::in_place(x).chunks()
+}
+
+/// The same in f32.
+fn numbers(x: &CudaTensor) -> HeadNumbersLaunch<CudaRuntime> {
+    HeadNumbersLaunch::new(buffer(x, 1), Heads::in_place(x).row_strides())
+}
 
 /// What a token writes to the state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -142,30 +153,30 @@ impl Reading {
 /// removal key.
 #[derive(CubeType, CubeLaunch)]
 pub struct DiagonalInputs {
-    /// `[rows, group, tokens, head_dim]`
-    pub q: Array<Chunk>,
-    /// z, `[rows, tokens, head_dim]`.
-    pub removal: Array<Chunk>,
+    /// `[batch, heads, tokens, head_dim]`
+    pub q: HeadChunks,
+    /// z, `[batch, kv_heads, tokens, head_dim]`.
+    pub removal: HeadChunks,
     /// b, likewise.
-    pub correction: Array<Chunk>,
+    pub correction: HeadChunks,
     /// k, likewise.
-    pub key: Array<Chunk>,
-    /// `[rows, tokens, head_dim]`
-    pub log_decay: Array<f32>,
+    pub key: HeadChunks,
+    /// `[batch, kv_heads, tokens, head_dim]`
+    pub log_decay: HeadNumbers,
     /// β, `[rows, tokens]`.
     pub beta: Array<f32>,
 }
 
-/// The inputs of a call. A row is one kv head of one sequence; `group` query heads read its state.
+/// The inputs of a call. A row is one kv head of one sequence; its group of query heads reads its state.
 #[derive(Clone, Debug)]
 pub struct Diagonal {
-    /// `[rows, group, seq_len, head_dim]` in bf16, times the scale.
+    /// `[batch, heads, seq_len, head_dim]` in bf16, times the scale.
     pub q: CudaTensor,
-    /// `[rows, seq_len, head_dim]` in bf16.
+    /// `[batch, kv_heads, seq_len, head_dim]` in bf16.
     pub k: CudaTensor,
-    /// `[rows, seq_len, value_dim]` in bf16.
+    /// `[batch, kv_heads, seq_len, value_dim]` in bf16.
     pub v: CudaTensor,
-    /// `[rows, seq_len, head_dim]` in f32, at most 0.
+    /// `[batch, kv_heads, seq_len, head_dim]` in f32, at most 0.
     pub log_decay: CudaTensor,
     /// What corrects the state.
     pub corrections: Corrections,
@@ -176,9 +187,9 @@ pub struct Diagonal {
 pub enum Corrections<T = CudaTensor> {
     /// Nothing.
     None,
-    /// β, `[rows, seq_len, 1]` in f32, at least 0, for the delta rule.
+    /// β, `[batch, kv_heads, seq_len, 1]` in f32, at least 0, for the delta rule.
     Weights(T),
-    /// Removal keys z and corrections b, `[rows, seq_len, head_dim]` each; in bf16 where the core takes them.
+    /// Removal keys z and corrections b, `[batch, kv_heads, seq_len, head_dim]` each; in bf16 where the core takes them.
     Vectors {
         /// z
         removal: T,
@@ -216,11 +227,11 @@ pub type Grads = Diagonal;
 /// are, and the states.
 #[derive(Clone, Debug)]
 pub struct Saved {
-    /// K, `[rows, seq_len, head_dim]` in bf16.
+    /// K, `[batch, kv_heads, seq_len, head_dim]` in bf16.
     keys: CudaTensor,
     /// `[rows, chunks, head_dim]` in f32.
     decay: CudaTensor,
-    /// Q, `[rows, group, seq_len, head_dim]` in bf16.
+    /// Q, `[batch, heads, seq_len, head_dim]` in bf16.
     queries: CudaTensor,
     /// C, `[rows, group, chunks, 64, 64]` in bf16.
     scores: CudaTensor,
@@ -289,26 +300,26 @@ pub fn saved_bytes(update: Update, shape: &AttentionShape, value_dim: usize) -> 
 }
 
 impl Diagonal {
-    /// With tensors that are contiguous.
+    /// With weights that are contiguous, and other tensors whose chunks are whole and aligned.
     ///
     /// # Panics
-    /// Where shapes disagree, or [`serves`] is false.
+    /// Where shapes disagree, or [`serves`](super::serves) is false.
     fn checked(&self) -> Self {
-        let [rows, group, seq_len, d] = dims(&self.q)[..] else { panic!("q of 4 dimensions") };
-        let value_dim = dims(&self.v)[2];
+        let sizes = self.sizes();
+        let CallSizes { head_dim: d, value_dim, .. } = sizes;
         let check = |name: &str, x: &CudaTensor, channels: usize, dtype: DType| {
-            assert_eq!(dims(x), [rows, seq_len, channels], "the shape of {name}");
+            assert_eq!(dims(x), sizes.of_keys(channels), "the shape of {name}");
             assert_eq!(x.dtype, dtype, "the type of {name}");
-            contiguous(x)
+            if channels == 1 { contiguous(x) } else { Heads::new(x).tensor }
         };
-        assert!(serves(self.q.dtype, d, value_dim), "{d} and {value_dim} of {:?}", self.q.dtype);
         // Kernels count pairs of elements in 32 bits.
-        let tokens = rows * seq_len.next_multiple_of(CHUNK_TOKENS);
-        let states = tokens / CHUNK_TOKENS * d * d.max(value_dim);
-        let most = states.max(tokens * group * d.max(value_dim).max(CHUNK_TOKENS)) / 2;
+        let chunks = sizes.rows() * sizes.chunks();
+        let states = chunks * d * d.max(value_dim);
+        let tokens = chunks * CHUNK_TOKENS * sizes.group();
+        let most = states.max(tokens * d.max(value_dim).max(CHUNK_TOKENS)) / 2;
         assert!(u32::try_from(most).is_ok(), "{most} pairs of q, of the output or of states");
         Diagonal {
-            q: contiguous(&self.q),
+            q: Heads::new(&self.q).tensor,
             k: check("k", &self.k, d, DType::BF16),
             v: check("v", &self.v, value_dim, DType::BF16),
             log_decay: check("the log decays", &self.log_decay, d, DType::F32),
@@ -325,36 +336,22 @@ impl Diagonal {
         }
     }
 
-    /// `[rows, group, seq_len, head_dim, value_dim]`
-    fn sizes(&self) -> [usize; 5] {
-        let [rows, group, seq_len, d] = dims(&self.q)[..] else { unreachable!("4 dimensions") };
-        [rows, group, seq_len, d, dims(&self.v)[2]]
-    }
-
-    fn chunks(&self) -> usize {
-        self.sizes()[2].div_ceil(CHUNK_TOKENS)
-    }
-
-    fn launch_sizes(&self) -> SizesLaunch<CudaRuntime> {
-        let [_, group, seq_len, ..] = self.sizes();
-        SizesLaunch::new(as_u32(seq_len), as_u32(self.chunks()), as_u32(group))
+    fn sizes(&self) -> CallSizes {
+        CallSizes::new(&self.q, &self.v)
     }
 
     /// The configuration of kernels that hold at most `most` channels of values in shared memory.
     fn config(&self, most: usize) -> DiagonalConfig {
-        let [.., head_dim, value_dim] = self.sizes();
-        let mut columns = most;
-        while !value_dim.is_multiple_of(columns) {
-            columns /= 2;
-        }
-        DiagonalConfig { head_dim, value_dim, columns, update: self.corrections.update() }
+        let sizes @ CallSizes { head_dim, value_dim, .. } = self.sizes();
+        let (columns, update) = (sizes.columns(most), self.corrections.update());
+        DiagonalConfig { head_dim, value_dim, columns, update }
     }
 
     /// The configuration of scans: the widest parts that still give all multiprocessors a block.
     fn scan_config(&self) -> DiagonalConfig {
         let enough = |most: usize| {
             let parts = self.config(most).parts();
-            self.sizes()[0] * parts >= multiprocessors(&self.q.client)
+            self.sizes().rows() * parts >= multiprocessors(&self.q.client)
         };
         let most = [32].into_iter().find(|most| enough(*most)).unwrap_or(16);
         self.config(most)
@@ -367,28 +364,29 @@ impl Diagonal {
             Corrections::Vectors { removal, correction } => (removal, correction, None),
         };
         DiagonalInputsLaunch::new(
-            buffer(&self.q, CHUNK),
-            buffer(removal, CHUNK),
-            buffer(correction, CHUNK),
-            buffer(&self.k, CHUNK),
-            buffer(&self.log_decay, 1),
+            chunks(&self.q),
+            chunks(removal),
+            chunks(correction),
+            chunks(&self.k),
+            numbers(&self.log_decay),
             beta.map_or_else(|| nothing(&self.log_decay), |beta| buffer(beta, 1)),
         )
     }
 
-    /// y `[rows, group, seq_len, value_dim]` in bf16.
+    /// y `[batch, heads, seq_len, value_dim]` in bf16, in the memory order `[batch, seq_len, heads, value_dim]`.
     pub fn forward(&self) -> (CudaTensor, Saved) {
         self.run(&States::default())
     }
 
     /// As [`forward`](Self::forward), from the state `before` the first token, 0 if there is none; also the state after
-    /// the last token. States are `[rows, head_dim, value_dim]` in f32.
+    /// the last token. States are `[batch · kv_heads, head_dim, value_dim]` in f32.
     ///
     /// # Panics
     /// When the state has another shape or type.
     pub fn forward_from(&self, before: Option<&CudaTensor>) -> (CudaTensor, Saved, CudaTensor) {
-        let [rows, _, _, d, value_dim] = self.sizes();
-        let states = States::between(before, &self.q, [rows, d, value_dim]);
+        let sizes = self.sizes();
+        let shape = [sizes.rows(), sizes.head_dim, sizes.value_dim];
+        let states = States::between(before, &self.q, shape);
         let (y, saved) = self.run(&states);
         (y, saved, states.after.expect("the state after the last token"))
     }
@@ -396,14 +394,15 @@ impl Diagonal {
     /// As [`forward`](Self::forward), between states.
     fn run(&self, end_states: &States) -> (CudaTensor, Saved) {
         let call = self.checked();
-        let [rows, group, seq_len, d, value_dim] = call.sizes();
-        let (chunks, like, all) = (call.chunks(), &call.q, CHUNK_TOKENS);
+        let (sizes, like, all) = (call.sizes(), &call.q, CHUNK_TOKENS);
+        let CallSizes { head_dim: d, value_dim, .. } = sizes;
+        let (rows, group, chunks) = (sizes.rows(), sizes.group(), sizes.chunks());
         let of = |shape: &[usize]| empty(like, shape, DType::BF16);
         let corrects = call.corrections.update() != Update::Additive;
         let saved = Saved {
-            keys: of(&[rows, seq_len, d]),
+            keys: of(&sizes.of_keys(d)),
             decay: empty(like, &[rows, chunks, d], DType::F32),
-            queries: of(&[rows, group, seq_len, d]),
+            queries: of(&dims(like)),
             scores: of(&[rows, group, chunks, all, all]),
             states: of(&[rows, chunks, d, value_dim]),
             corrected: corrects.then(|| Corrected {
@@ -417,7 +416,7 @@ impl Diagonal {
         let Saved { keys, decay, queries, scores, states, corrected } = &saved;
         let corrected = corrected.as_ref();
         let or_nothing = |x: Option<&CudaTensor>, lanes| buffer(x.unwrap_or(keys), lanes);
-        let o = of(&[rows, group, seq_len, value_dim]);
+        let o = Heads::in_place(like).like_with(DType::BF16, value_dim);
         let config = call.config(64);
         // SAFETY: the kernels stay within the rows' tokens and chunks.
         unsafe {
@@ -427,14 +426,14 @@ impl Diagonal {
                 dim(THREADS),
                 call.inputs(),
                 TransformArraysLaunch::new(
-                    buffer(keys, 2),
+                    Heads::in_place(keys).pairs(),
                     buffer(decay, 1),
                     or_nothing(corrected.map(|x| &x.change), 2),
                     or_nothing(corrected.map(|x| &x.transfer), CHUNK),
                     or_nothing(corrected.map(|x| &x.reads), 2),
                     or_nothing(corrected.map(|x| &x.inverse), CHUNK),
                 ),
-                call.launch_sizes(),
+                sizes.launch(),
                 config,
             );
             queries::diagonal_queries::launch_unchecked::<CudaRuntime>(
@@ -445,11 +444,11 @@ impl Diagonal {
                 QueryArraysLaunch::new(
                     or_nothing(corrected.map(|x| &x.transfer), CHUNK),
                     or_nothing(corrected.map(|x| &x.reads), CHUNK),
-                    buffer(queries, 2),
+                    Heads::in_place(queries).pairs(),
                     buffer(scores, 2),
                     or_nothing(corrected.map(|x| &x.of_corrections), 2),
                 ),
-                call.launch_sizes(),
+                sizes.launch(),
                 config,
             );
         }
@@ -461,17 +460,17 @@ impl Diagonal {
                 CubeCount::Static(as_u32(rows * group * chunks), 1, 1),
                 dim(THREADS),
                 OutputArraysLaunch::new(
-                    buffer(queries, CHUNK),
+                    self::chunks(queries),
                     buffer(scores, CHUNK),
-                    buffer(&call.v, CHUNK),
+                    self::chunks(&call.v),
                     buffer(states, CHUNK),
-                    buffer(&o, 2),
+                    o.pairs(),
                 ),
-                call.launch_sizes(),
+                sizes.launch(),
                 config,
             );
         }
-        (o, saved)
+        (o.tensor, saved)
     }
 
     /// Computes the states before the chunks; or, `back`, the gradients of those after them, where `values` is that of
@@ -484,24 +483,24 @@ impl Diagonal {
         end_states: &States,
         back: bool,
     ) {
-        let config = self.scan_config();
+        let (sizes, config) = (self.sizes(), self.scan_config());
         let vectors = if back { &saved.queries } else { &saved.keys };
         let change = saved.corrected.as_ref().map_or(vectors, |x| &x.change);
         // SAFETY: as in `forward`.
         unsafe {
             scan::diagonal_scan::launch_unchecked::<CudaRuntime>(
                 &self.q.client,
-                CubeCount::Static(as_u32(self.sizes()[0] * config.parts()), 1, 1),
+                CubeCount::Static(as_u32(sizes.rows() * config.parts()), 1, 1),
                 dim(THREADS),
                 ScanArraysLaunch::new(
-                    buffer(vectors, CHUNK),
-                    buffer(values, CHUNK),
+                    chunks(vectors),
+                    chunks(values),
                     buffer(&saved.decay, 1),
                     buffer(change, CHUNK),
                     buffer(states, CHUNK),
                 ),
                 end_states.launch(&self.q),
-                self.launch_sizes(),
+                sizes.launch(),
                 back,
                 end_states.hand_over(),
                 config,

@@ -1,28 +1,30 @@
 //! The outputs, and the gradients of the values.
 
+use burn::tensor::bf16;
 use cubecl::prelude::*;
 
-use super::super::memory::{ChunkOf, Sizes};
+use super::super::memory::{ChunkOf, Sizes, TokensOf};
 use super::super::{CHUNK_TOKENS, THREADS};
 use super::DiagonalConfig;
-use crate::tile::matrix::{Matrix, Product, WarpTile, add_product, write_rows};
+use crate::attention::flash::{HeadChunks, HeadPairs};
+use crate::tile::matrix::{Matrix, Product, WarpTile, add_product};
 use crate::tile::roles::blocks_per_multiprocessor;
 use crate::tile::rows::{finish_loads, start_load};
-use crate::tile::{Bf16Pair, CHUNK, Chunk, keep_loop, zeros};
+use crate::tile::{CHUNK, Chunk, keep_loop, zeros};
 
 /// What the kernels read, and their result.
 #[derive(CubeType, CubeLaunch)]
 pub struct OutputArrays {
-    /// Q, `[rows, group, tokens, head_dim]`; for the gradients K, `[rows, tokens, head_dim]`.
-    pub vectors: Array<Chunk>,
+    /// Q, `[batch, heads, tokens, head_dim]`; for the gradients K, `[batch, kv_heads, tokens, head_dim]`.
+    pub vectors: HeadChunks,
     /// C, `[rows, group, chunks, 64, 64]`.
     pub scores: Array<Chunk>,
-    /// v, `[rows, tokens, value_dim]`; for the gradients do, `[rows, group, tokens, value_dim]`.
-    pub values: Array<Chunk>,
+    /// v, `[batch, kv_heads, tokens, value_dim]`; for the gradients do, `[batch, heads, tokens, value_dim]`.
+    pub values: HeadChunks,
     /// The states before the chunks, `[rows, chunks, head_dim, value_dim]`; the gradients of those after them.
     pub states: Array<Chunk>,
-    /// `[rows, group, tokens, value_dim]`; `[rows, tokens, value_dim]`.
-    pub result: Array<Bf16Pair>,
+    /// `[batch, heads, tokens, value_dim]`; `[batch, kv_heads, tokens, value_dim]`.
+    pub result: HeadPairs<bf16>,
 }
 
 /// The matrices of a block in shared memory.
@@ -62,24 +64,17 @@ pub fn diagonal_output(
     let (chunks, group) = (sizes.chunks as usize, sizes.group as usize);
     let (head, chunk) = (CUBE_POS_X as usize / chunks, CUBE_POS_X as usize % chunks);
     let of = ChunkOf::new(head / group, chunk, &sizes);
-    let query = of.query(head % group, &sizes);
-    let of_k = comptime!(d / CHUNK);
+    let head = head % group;
 
-    start_load(
-        &mut arena,
-        &arrays.vectors,
-        query * of_k,
-        of_k,
-        of.count,
-        layout.vectors,
-        CHUNK_TOKENS,
-        d,
-    );
+    let queries = of.queries(head, &arrays.vectors.strides, &sizes);
+    queries.start_load(&mut arena, &arrays.vectors, 0usize, layout.vectors, d);
     load_scores(&mut arena, &arrays.scores, CUBE_POS_X as usize, layout);
     let parts = comptime!(config.parts());
+    let values = of.tokens(&arrays.values.strides);
+    let results = of.queries(head, &arrays.result.strides, &sizes);
     keep_loop();
     for part in 0..parts {
-        load_part(&mut arena, arrays, &of, of.token, part, layout, config);
+        load_part(&mut arena, arrays, &of, &values, part, layout, config);
         finish_loads();
         let from_state = comptime!(Product::ab(layout.vectors, layout.state, [CHUNK_TOKENS, n, d]));
         let from_chunk =
@@ -89,9 +84,8 @@ pub fn diagonal_output(
             let mut acc = zeros(comptime!(from_state.fragments()));
             add_product(&arena, &mut acc, &tile, from_state);
             add_product(&arena, &mut acc, &tile, from_chunk);
-            let pairs = comptime!(config.value_dim / 2);
-            let base = query * pairs + part * comptime!(n / 2);
-            write_rows(&mut arrays.result, &acc, &tile, base, pairs, of.count, from_chunk);
+            let first = part * comptime!(n / CHUNK);
+            results.write(&mut arrays.result, &acc, &tile, first, from_chunk);
         }
         sync_cube();
     }
@@ -114,18 +108,9 @@ pub fn diagonal_values(
     let parts = comptime!(config.parts());
     let (number, part) = (CUBE_POS_X as usize / parts, CUBE_POS_X as usize % parts);
     let of = ChunkOf::new(number / chunks, number % chunks, &sizes);
-    let of_k = comptime!(d / CHUNK);
 
-    start_load(
-        &mut arena,
-        &arrays.vectors,
-        of.token * of_k,
-        of_k,
-        of.count,
-        layout.vectors,
-        CHUNK_TOKENS,
-        d,
-    );
+    let keys = of.tokens(&arrays.vectors.strides);
+    keys.start_load(&mut arena, &arrays.vectors, 0usize, layout.vectors, d);
     let from_state = comptime!(Product::ab(layout.vectors, layout.state, [CHUNK_TOKENS, n, d]));
     let from_chunk =
         comptime!(Product::atb(layout.scores, layout.values, [CHUNK_TOKENS, n, CHUNK_TOKENS]));
@@ -133,7 +118,8 @@ pub fn diagonal_values(
     let mut acc = zeros(comptime!(from_chunk.fragments()));
     keep_loop();
     for head in 0..group {
-        load_part(&mut arena, arrays, &of, of.query(head, &sizes), part, layout, config);
+        let upstream = of.queries(head, &arrays.values.strides, &sizes);
+        load_part(&mut arena, arrays, &of, &upstream, part, layout, config);
         let scores = (of.row * group + head) * chunks + of.chunk;
         load_scores(&mut arena, &arrays.scores, scores, layout);
         finish_loads();
@@ -146,9 +132,8 @@ pub fn diagonal_values(
         sync_cube();
     }
     if tile.exists {
-        let pairs = comptime!(config.value_dim / 2);
-        let base = of.token * pairs + part * comptime!(n / 2);
-        write_rows(&mut arrays.result, &acc, &tile, base, pairs, of.count, from_chunk);
+        let (to, first) = (&mut arrays.result, part * comptime!(n / CHUNK));
+        of.tokens(&to.strides).write(to, &acc, &tile, first, from_chunk);
     }
 }
 
@@ -165,13 +150,13 @@ fn load_scores(
     start_load(arena, scores, base, stride, all, layout.scores, CHUNK_TOKENS, CHUNK_TOKENS);
 }
 
-/// Reads a part of the values from `token` on, and of the state.
+/// Reads a part of the values of these tokens, and of the state.
 #[cube]
 fn load_part(
     arena: &mut SharedMemory<Chunk>,
     arrays: &OutputArrays,
     of: &ChunkOf,
-    token: usize,
+    values: &TokensOf,
     part: usize,
     #[comptime] layout: Layout,
     #[comptime] config: DiagonalConfig,
@@ -179,16 +164,7 @@ fn load_part(
     let (d, n) = comptime!((config.head_dim, config.columns));
     let of_v = comptime!(config.value_dim / CHUNK);
     let first = part * comptime!(n / CHUNK);
-    start_load(
-        arena,
-        &arrays.values,
-        token * of_v + first,
-        of_v,
-        of.count,
-        layout.values,
-        CHUNK_TOKENS,
-        n,
-    );
+    values.start_load(arena, &arrays.values, first, layout.values, n);
     let base = of.number * comptime!(d * config.value_dim / CHUNK) + first;
     start_load(arena, &arrays.states, base, of_v, d.runtime(), layout.state, d, n);
 }

@@ -1,5 +1,6 @@
 //! What a chunk's queries read of the state and of the chunk's values.
 
+use burn::tensor::bf16;
 use cubecl::prelude::*;
 
 use super::super::CHUNK_TOKENS;
@@ -8,6 +9,7 @@ use super::levels::{Operands, Role, load_sums, load_weights, scale_rows_by, sums
 use super::scores::{Target, scores, store_scores};
 use super::transform::add_matrix;
 use super::{DiagonalConfig, DiagonalInputs};
+use crate::attention::flash::HeadPairs;
 use crate::tile::inverse::ROW;
 use crate::tile::matrix::{Matrix, Product, WarpTile, add_product, write_rows};
 use crate::tile::product::Place;
@@ -21,8 +23,8 @@ pub struct QueryArrays {
     pub transfer: Array<Chunk>,
     /// W, `[rows, chunks, 64, head_dim]`, likewise.
     pub reads: Array<Chunk>,
-    /// Q, the queries of the state, `[rows, group, tokens, head_dim]`.
-    pub queries: Array<Bf16Pair>,
+    /// Q, the queries of the state, `[batch, heads, tokens, head_dim]`.
+    pub queries: HeadPairs<bf16>,
     /// C, the scores of the chunk's values, `[rows, group, chunks, 64, 64]`.
     pub scores: Array<Bf16Pair>,
     /// D, the scores of the chunk's corrections, likewise, if there are any.
@@ -89,23 +91,14 @@ pub fn diagonal_queries(
     let (chunks, group) = (sizes.chunks as usize, sizes.group as usize);
     let (head, chunk) = (CUBE_POS_X as usize / chunks, CUBE_POS_X as usize % chunks);
     let of = ChunkOf::new(head / group, chunk, &sizes);
-    let query = of.query(head % group, &sizes);
-    let stride = comptime!(d / CHUNK);
+    let head = head % group;
 
-    start_load(&mut arena, &inputs.q, query * stride, stride, of.count, o.reader, CHUNK_TOKENS, d);
-    let base = of.token * stride;
-    start_load(
-        &mut arena,
-        &inputs.correction,
-        base,
-        stride,
-        of.count,
-        o.correction,
-        CHUNK_TOKENS,
-        d,
-    );
+    let queries = of.queries(head, &inputs.q.strides, &sizes);
+    queries.start_load(&mut arena, &inputs.q, 0usize, o.reader, d);
+    let correction = &inputs.correction;
+    of.tokens(&correction.strides).start_load(&mut arena, correction, 0usize, o.correction, d);
     if comptime!(config.writers() == 2) {
-        start_load(&mut arena, &inputs.key, base, stride, of.count, o.key, CHUNK_TOKENS, d);
+        of.tokens(&inputs.key.strides).start_load(&mut arena, &inputs.key, 0usize, o.key, d);
     }
     load_weights(&mut weights, &inputs.beta, &of, config);
     load_sums(&mut numbers, &inputs.log_decay, &of, d);
@@ -146,6 +139,7 @@ pub fn diagonal_queries(
             all,
         );
         let base = of.number * comptime!(CHUNK_TOKENS * d / CHUNK);
+        let stride = comptime!(d / CHUNK);
         start_load(&mut arena, &arrays.reads, base, stride, all.runtime(), layout.reads, all, d);
     }
     finish_loads();
@@ -181,8 +175,8 @@ pub fn diagonal_queries(
             scale(&mut acc, -1f32);
         }
         add_matrix(&arena, &mut acc, &tile, o.reader, from_state);
-        let pairs = comptime!(d / 2);
-        write_rows(&mut arrays.queries, &acc, &tile, query * pairs, pairs, of.count, from_state);
+        let queries = of.queries(head, &arrays.queries.strides, &sizes);
+        queries.write(&mut arrays.queries, &acc, &tile, 0usize, from_state);
     }
 }
 

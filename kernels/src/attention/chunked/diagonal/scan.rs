@@ -4,21 +4,22 @@
 use cubecl::prelude::*;
 
 use super::super::CHUNK_TOKENS;
-use super::super::memory::{ChunkOf, EndStates, HandOver, Sizes};
+use super::super::memory::{ChunkOf, EndStates, HandOver, Sizes, TokensOf};
 use super::DiagonalConfig;
+use crate::attention::flash::HeadChunks;
 use crate::tile::matrix::{
     Matrix, Product, WarpTile, add_product, read_numbers, write, write_numbers,
 };
 use crate::tile::rows::{fetch_to, put, rounds, store};
-use crate::tile::{Accumulator, CHUNK, Chunk, Pair, zeros};
+use crate::tile::{Accumulator, CHUNK, Chunk, Pair, RowStrides, zeros};
 
 /// What the scan reads, and its result.
 #[derive(CubeType, CubeLaunch)]
 pub struct ScanArrays {
-    /// K, `[rows, tokens, head_dim]`; backward Q, `[rows, group, tokens, head_dim]`.
-    pub vectors: Array<Chunk>,
-    /// v, `[rows, tokens, value_dim]`; backward do, `[rows, group, tokens, value_dim]`.
-    pub values: Array<Chunk>,
+    /// K, `[batch, kv_heads, tokens, head_dim]`; backward Q, `[batch, heads, tokens, head_dim]`.
+    pub vectors: HeadChunks,
+    /// v, `[batch, kv_heads, tokens, value_dim]`; backward do, `[batch, heads, tokens, value_dim]`.
+    pub values: HeadChunks,
     /// `[rows, chunks, head_dim]`
     pub decay: Array<f32>,
     /// G, `[rows, chunks, head_dim, head_dim]`, if there are corrections.
@@ -66,8 +67,8 @@ impl Layout {
 #[derive(CubeType, Clone, Copy)]
 struct Step {
     of: ChunkOf,
-    /// The index of its first token in the arrays of vectors and values.
-    token: usize,
+    /// The query head of the row, backward.
+    head: usize,
     /// Whether it is the first of its chunk.
     begins: bool,
 }
@@ -80,11 +81,20 @@ impl Step {
             let group = sizes.group as usize;
             let step = min(step, chunks * group - 1);
             let of = ChunkOf::new(row, chunks - 1 - step / group, sizes);
-            let token = of.query(step % group, sizes);
-            Step { of, token, begins: step % group == 0 }
+            let head = step % group;
+            Step { of, head, begins: head == 0 }
         } else {
             let of = ChunkOf::new(row, min(step, chunks - 1), sizes);
-            Step { of, token: of.token, begins: true.runtime() }
+            Step { of, head: 0usize.runtime(), begins: true.runtime() }
+        }
+    }
+
+    /// Where its tokens lie in the arrays of vectors and of values.
+    fn tokens(&self, strides: &RowStrides, sizes: &Sizes, #[comptime] back: bool) -> TokensOf {
+        if comptime!(back) {
+            self.of.queries(self.head, strides, sizes)
+        } else {
+            self.of.tokens(strides)
         }
     }
 }
@@ -126,16 +136,18 @@ impl Ahead {
         step: &Step,
         own: &WarpTile,
         first: usize,
+        sizes: &Sizes,
+        #[comptime] back: bool,
         #[comptime] config: DiagonalConfig,
     ) {
         let (d, n) = comptime!((config.head_dim, config.columns));
-        let (of_k, of_v) = comptime!((d / CHUNK, config.value_dim / CHUNK));
-        let (token, count) = (step.token, step.of.count);
-        self.count = count;
-        fetch_to(&mut self.vectors, &arrays.vectors, token * of_k, of_k, count, CHUNK_TOKENS, d);
-        let base = token * of_v + first;
-        fetch_to(&mut self.values, &arrays.values, base, of_v, count, CHUNK_TOKENS, n);
+        self.count = step.of.count;
+        let vectors = step.tokens(&arrays.vectors.strides, sizes, back);
+        vectors.fetch_to(&mut self.vectors, &arrays.vectors, 0usize, d);
+        let values = step.tokens(&arrays.values.strides, sizes, back);
+        values.fetch_to(&mut self.values, &arrays.values, first, n);
         if comptime!(config.corrects()) {
+            let of_k = comptime!(d / CHUNK);
             let base = step.of.number * comptime!(d * d / CHUNK);
             fetch_to(&mut self.change, &arrays.change, base, of_k, d.runtime(), d, d);
         }
@@ -208,8 +220,10 @@ pub fn diagonal_scan(
     // A step's numbers are read two steps ahead: while one step's wait in registers, the next one's are on their way.
     let mut even = Ahead::new(config);
     let mut odd = Ahead::new(config);
-    even.fetch(arrays, &Step::new(row, 0usize, &sizes, back), &own, first, config);
-    odd.fetch(arrays, &Step::new(row, 1usize, &sizes, back), &own, first, config);
+    let step = Step::new(row, 0usize, &sizes, back);
+    even.fetch(arrays, &step, &own, first, &sizes, back, config);
+    let step = Step::new(row, 1usize, &sizes, back);
+    odd.fetch(arrays, &step, &own, first, &sizes, back, config);
     even.put(&mut arena, layout, config);
     let mut decay = Array::<f32>::new(2usize);
     even.put_decay(&mut decay);
@@ -218,7 +232,7 @@ pub fn diagonal_scan(
         let second = comptime!(layout.second());
         let (this, next) =
             (Step::new(row, number, &sizes, back), Step::new(row, number + 2, &sizes, back));
-        even.fetch(arrays, &next, &own, first, config);
+        even.fetch(arrays, &next, &own, first, &sizes, back, config);
         advance(&mut arena, arrays, &mut state, &decay, &this, &own, first, back, layout, config);
         odd.put(&mut arena, second, config);
         odd.put_decay(&mut decay);
@@ -227,7 +241,7 @@ pub fn diagonal_scan(
                 Step::new(row, number + 1, &sizes, back),
                 Step::new(row, number + 3, &sizes, back),
             );
-            odd.fetch(arrays, &next, &own, first, config);
+            odd.fetch(arrays, &next, &own, first, &sizes, back, config);
             advance(
                 &mut arena, arrays, &mut state, &decay, &this, &own, first, back, second, config,
             );

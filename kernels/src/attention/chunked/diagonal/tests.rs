@@ -1,17 +1,18 @@
 //! The core against recurrences in f64: output and every gradient, at lengths around chunks, with extreme decays and
 //! repeated keys.
 
-use burn::tensor::{DType, FloatDType, Tensor, TensorData, bf16};
+use burn::tensor::{DType, bf16};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
+use super::super::tests::by_token;
 use super::{Corrections, Diagonal, Update};
 use crate::Cuda;
-use crate::backend::{primitive, tensor};
+use crate::backend::tensor;
 use crate::cuda::CudaTensor;
 use crate::testing::{record, root_mean_square};
 
-/// Rows of a problem.
+/// Rows of a problem: kv heads of one sequence.
 const ROWS: usize = 2;
 
 /// One problem; all but decays and weights are numbers of bf16.
@@ -113,27 +114,25 @@ impl Sample {
     /// On the GPU.
     fn call(&self) -> (Diagonal, CudaTensor) {
         let [group, len, d, values] = self.sizes;
-        fn of<const D: usize>(x: &[f32], shape: [usize; D], dtype: DType) -> CudaTensor {
-            let data = TensorData::new(x.to_vec(), shape);
-            let x = Tensor::<Cuda, D>::from_data(data, &Default::default());
-            primitive(if dtype == DType::BF16 { x.cast(FloatDType::BF16) } else { x })
-        }
-        let vectors = |x: &[f32]| of(x, [ROWS, len, d], DType::BF16);
+        let of = |x: &[f32], heads: usize, channels: usize, dtype| {
+            by_token(x, [1, heads, len, channels], dtype)
+        };
+        let vectors = |x: &[f32]| of(x, ROWS, d, DType::BF16);
         let call = Diagonal {
-            q: of(&self.q, [ROWS, group, len, d], DType::BF16),
+            q: of(&self.q, ROWS * group, d, DType::BF16),
             k: vectors(&self.k),
-            v: of(&self.v, [ROWS, len, values], DType::BF16),
-            log_decay: of(&self.log_decay, [ROWS, len, d], DType::F32),
+            v: of(&self.v, ROWS, values, DType::BF16),
+            log_decay: of(&self.log_decay, ROWS, d, DType::F32),
             corrections: match self.update {
                 Update::Additive => Corrections::None,
-                Update::Delta => Corrections::Weights(of(&self.beta, [ROWS, len, 1], DType::F32)),
+                Update::Delta => Corrections::Weights(of(&self.beta, ROWS, 1, DType::F32)),
                 Update::Replace => Corrections::Vectors {
                     removal: vectors(&self.removal),
                     correction: vectors(&self.correction),
                 },
             },
         };
-        (call, of(&self.upstream, [ROWS, group, len, values], DType::BF16))
+        (call, of(&self.upstream, ROWS * group, values, DType::BF16))
     }
 
     fn by_kernels(&self) -> Results {

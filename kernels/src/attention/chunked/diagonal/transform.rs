@@ -1,5 +1,6 @@
 //! What a chunk does to the state, whatever the values are (`docs/chunked.md`, "A decay per channel").
 
+use burn::tensor::bf16;
 use cubecl::prelude::*;
 
 use super::super::CHUNK_TOKENS;
@@ -9,17 +10,18 @@ use super::levels::{
 };
 use super::scores::{Target, scores, store_scores};
 use super::{DiagonalConfig, DiagonalInputs};
+use crate::attention::flash::HeadPairs;
 use crate::tile::inverse::{ELEMENTS, INVERSE, ROW, SYSTEM, clear_inverse, invert, rounded};
 use crate::tile::matrix::{Matrix, Product, WarpTile, add_product, read_pair, write, write_rows};
 use crate::tile::product::{Place, Product as SplitProduct, multiply};
-use crate::tile::rows::{Own, rounds, start_load};
+use crate::tile::rows::{Own, rounds};
 use crate::tile::{Bf16Pair, CHUNK, Chunk, define_exp2, exp2, scale, zeros};
 
 /// What the kernel writes.
 #[derive(CubeType, CubeLaunch)]
 pub struct TransformArrays {
-    /// K, the keys of the values, `[rows, tokens, head_dim]`.
-    pub keys: Array<Bf16Pair>,
+    /// K, the keys of the values, `[batch, kv_heads, tokens, head_dim]`.
+    pub keys: HeadPairs<bf16>,
     /// The decay of the state over the chunk, `[rows, chunks, head_dim]`.
     pub decay: Array<f32>,
     /// G, `[rows, chunks, head_dim, head_dim]`, if there are corrections.
@@ -103,22 +105,12 @@ pub fn diagonal_transform(
     let chunks = sizes.chunks as usize;
     let number = CUBE_POS_X as usize;
     let of = ChunkOf::new(number / chunks, number % chunks, &sizes);
-    let stride = comptime!(d / CHUNK);
-    let base = of.token * stride;
 
-    start_load(
-        &mut arena,
-        &inputs.correction,
-        base,
-        stride,
-        of.count,
-        o.correction,
-        CHUNK_TOKENS,
-        d,
-    );
+    let (removal, correction) = (&inputs.removal, &inputs.correction);
+    of.tokens(&correction.strides).start_load(&mut arena, correction, 0usize, o.correction, d);
     if comptime!(config.writers() == 2) {
-        start_load(&mut arena, &inputs.removal, base, stride, of.count, o.reader, CHUNK_TOKENS, d);
-        start_load(&mut arena, &inputs.key, base, stride, of.count, o.key, CHUNK_TOKENS, d);
+        of.tokens(&removal.strides).start_load(&mut arena, removal, 0usize, o.reader, d);
+        of.tokens(&inputs.key.strides).start_load(&mut arena, &inputs.key, 0usize, o.key, d);
     }
     load_weights(&mut weights, &inputs.beta, &of, config);
     load_sums(&mut numbers, &inputs.log_decay, &of, d);
@@ -160,8 +152,7 @@ pub fn diagonal_transform(
         if tile.exists {
             let mut acc = zeros(comptime!(all.fragments()));
             add_matrix(&arena, &mut acc, &tile, layout.correction, all);
-            let pairs = comptime!(d / 2);
-            write_rows(&mut arrays.keys, &acc, &tile, of.token * pairs, pairs, of.count, all);
+            of.tokens(&arrays.keys.strides).write(&mut arrays.keys, &acc, &tile, 0usize, all);
         }
     }
 }
@@ -255,7 +246,7 @@ fn change(
             add_matrix(arena, &mut acc, &tile, o.key, keys);
         }
         add_product(arena, &mut acc, &tile, keys);
-        write_rows(&mut arrays.keys, &acc, &tile, of.token * pairs, pairs, of.count, keys);
+        of.tokens(&arrays.keys.strides).write(&mut arrays.keys, &acc, &tile, 0usize, keys);
     }
     sync_cube();
     let change = comptime!(Product::atb(layout.correction, layout.reads, [d, d, CHUNK_TOKENS]));

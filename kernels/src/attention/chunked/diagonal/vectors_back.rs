@@ -1,8 +1,9 @@
 //! The gradients of queries, keys, corrections and decays, from those of a chunk's matrices.
 
+use burn::tensor::bf16;
 use cubecl::prelude::*;
 
-use super::super::memory::{ChunkOf, Sizes};
+use super::super::memory::{ChunkOf, HeadNumbers, Sizes, TokensOf};
 use super::super::{CHUNK_TOKENS, THREADS};
 use super::levels::{
     MIDDLE, Operands, far_factor, is_mild, load_sums, load_weights, row_of_sums, scale_readers,
@@ -11,12 +12,12 @@ use super::levels::{
 use super::matrices_back::{first_of_reader, load_tokens};
 use super::near::{Near, add_levels, add_mild_reads, add_mild_writes};
 use super::{DiagonalConfig, DiagonalInputs, Reading};
+use crate::attention::flash::HeadPairs;
 use crate::tile::copies::wait_for_chunks;
-use crate::tile::matrix::{Matrix, WarpTile, read_pair, read_rows, write_rows};
+use crate::tile::matrix::{Matrix, WarpTile, read_pair};
 use crate::tile::roles::blocks_per_multiprocessor;
-use crate::tile::rows::start_load;
 use crate::tile::{
-    Accumulator, Bf16Pair, CHUNK, Chunk, Pair, define_exp2, exp2, keep_loop, sum_of_four, zeros,
+    Accumulator, CHUNK, Chunk, Pair, define_exp2, exp2, keep_loop, sum_of_four, zeros,
 };
 
 /// What the kernel reads beside [`DiagonalInputs`], and its results. Where it says so, the gradients of decayed vectors
@@ -29,16 +30,17 @@ pub struct VectorArrays {
     pub of_states: Array<f32>,
     /// Whether the chunks are mild, `[rows, chunks]`: 0 or 1.
     pub is_mild: Array<u32>,
-    /// dQ, and then the gradient of the queries, `[rows, group, tokens, head_dim]`.
-    pub d_queries: Array<Bf16Pair>,
-    /// dZ̃, and then, where there are corrections beside keys, the gradient of the removal keys.
-    pub d_removal: Array<Bf16Pair>,
+    /// dQ, and then the gradient of the queries, `[batch, heads, tokens, head_dim]`.
+    pub d_queries: HeadPairs<bf16>,
+    /// dZ̃, and then, where there are corrections beside keys, the gradient of the removal keys, `[batch, kv_heads,
+    /// tokens, head_dim]`, as the next two.
+    pub d_removal: HeadPairs<bf16>,
     /// dB̃, or dK̃ where there are no corrections, and then the gradient of the corrections, or of the keys.
-    pub d_corrections: Array<Bf16Pair>,
+    pub d_corrections: HeadPairs<bf16>,
     /// dK̃ and then the gradient of the keys, where there are corrections beside keys.
-    pub d_keys: Array<Bf16Pair>,
-    /// `[rows, tokens, head_dim]`
-    pub d_log_decay: Array<f32>,
+    pub d_keys: HeadPairs<bf16>,
+    /// `[batch, kv_heads, tokens, head_dim]`
+    pub d_log_decay: HeadNumbers,
     /// `[rows, tokens]`, for the delta rule.
     pub d_beta: Array<f32>,
 }
@@ -121,7 +123,6 @@ pub fn diagonal_vectors_back(
         d_beta: SharedMemory::<f32>::new(comptime!(2 * CHUNK_TOKENS)),
     };
     let of = ChunkOf::new(number / chunks, number % chunks, &sizes);
-    let (stride, pairs) = comptime!((d / CHUNK, d / 2));
 
     let mut at = UNIT_POS as usize;
     while at < comptime!(DOWN * d) {
@@ -131,11 +132,10 @@ pub fn diagonal_vectors_back(
     if UNIT_POS < comptime!(2 * CHUNK_TOKENS as u32) {
         numbers.d_beta[UNIT_POS as usize] = 0f32;
     }
-    let base = of.token * stride;
-    let all = CHUNK_TOKENS;
-    start_load(&mut arena, &inputs.correction, base, stride, of.count, o.correction, all, d);
+    let correction = &inputs.correction;
+    of.tokens(&correction.strides).start_load(&mut arena, correction, 0usize, o.correction, d);
     if comptime!(config.writers() == 2) {
-        start_load(&mut arena, &inputs.key, base, stride, of.count, o.key, all, d);
+        of.tokens(&inputs.key.strides).start_load(&mut arena, &inputs.key, 0usize, o.key, d);
     }
     start_reader(&mut arena, inputs, arrays, &of, 0usize.runtime(), &sizes, layout, config);
     load_weights(&mut numbers.weights, &inputs.beta, &of, config);
@@ -162,10 +162,9 @@ pub fn diagonal_vectors_back(
         of_readers: zeros(comptime!(if config.reads_before() { fragments } else { 2 })),
     };
     if own.exists {
-        let base = of.token * pairs;
         let mut decayed = zeros(fragments);
         let from = &arrays.d_corrections;
-        read_rows(&mut decayed, from, &own, base, pairs, of.count, vectors);
+        of.tokens(&from.strides).read(&mut decayed, from, &own, vectors);
         add_far_writes(
             &arena,
             &mut numbers,
@@ -179,7 +178,7 @@ pub fn diagonal_vectors_back(
         );
         if comptime!(config.writers() == 2) {
             let mut decayed = zeros(fragments);
-            read_rows(&mut decayed, &arrays.d_keys, &own, base, pairs, of.count, vectors);
+            of.tokens(&arrays.d_keys.strides).read(&mut decayed, &arrays.d_keys, &own, vectors);
             add_far_writes(
                 &arena,
                 &mut numbers,
@@ -196,20 +195,19 @@ pub fn diagonal_vectors_back(
 
     keep_loop();
     for head in 0..group {
-        let base = of.query(head, &sizes) * pairs;
+        let at = of.queries(head, &arrays.d_queries.strides, &sizes);
         let to = &mut near;
-        of_reader(&mut arena, arrays, &numbers, to, &of, base, &own, false, mild, layout, config);
+        of_reader(&mut arena, arrays, &numbers, to, &of, &at, &own, false, mild, layout, config);
         if comptime!(config.corrects()) || head + 1 < group {
             start_reader(&mut arena, inputs, arrays, &of, head + 1, &sizes, layout, config);
         }
         if own.exists {
-            let to = &mut arrays.d_queries;
-            write_rows(to, &near.reader, &own, base, pairs, of.count, vectors);
+            at.write(&mut arrays.d_queries, &near.reader, &own, 0usize, vectors);
         }
     }
     if comptime!(config.corrects()) {
-        let (to, base) = (&mut near, of.token * pairs);
-        of_reader(&mut arena, arrays, &numbers, to, &of, base, &own, true, mild, layout, config);
+        let (to, at) = (&mut near, of.tokens(&arrays.d_removal.strides));
+        of_reader(&mut arena, arrays, &numbers, to, &of, &at, &own, true, mild, layout, config);
     }
     finish(&arena, arrays, &mut numbers, &mut near, &of, &own, counting, layout, config);
 }
@@ -226,13 +224,12 @@ fn start_reader(
     #[comptime] layout: Layout,
     #[comptime] config: DiagonalConfig,
 ) {
-    let (d, stride) = comptime!((config.head_dim, config.head_dim / CHUNK));
+    let d = comptime!(config.head_dim);
     let (to, all, group) = (comptime!(layout.vectors.reader), CHUNK_TOKENS, sizes.group as usize);
     if reader < group {
-        let base = of.query(reader, sizes) * stride;
-        start_load(arena, &inputs.q, base, stride, of.count, to, all, d);
+        of.queries(reader, &inputs.q.strides, sizes).start_load(arena, &inputs.q, 0usize, to, d);
     } else {
-        start_load(arena, &inputs.removal, of.token * stride, stride, of.count, to, all, d);
+        of.tokens(&inputs.removal.strides).start_load(arena, &inputs.removal, 0usize, to, d);
     }
     let first = first_of_reader(of, reader, group, config);
     load_tokens(arena, &arrays.d_scores, first, layout.d_scores[0], all);
@@ -252,7 +249,7 @@ fn of_reader(
     numbers: &Numbers,
     near: &mut Near,
     of: &ChunkOf,
-    base: usize,
+    at: &TokensOf,
     own: &WarpTile,
     #[comptime] removes: bool,
     #[comptime] mild: bool,
@@ -260,7 +257,7 @@ fn of_reader(
     #[comptime] config: DiagonalConfig,
 ) {
     let (o, d) = comptime!((layout.vectors, config.head_dim));
-    let (pairs, vectors) = comptime!((d / 2, config.vectors()));
+    let vectors = comptime!(config.vectors());
     let reading = comptime!(if removes { config.removal_reads() } else { config.queries_read() });
     let (sums, weights) = (&numbers.sums, &numbers.weights);
     // Each thread decays what it has loaded itself.
@@ -278,7 +275,7 @@ fn of_reader(
         }
         let mut decayed = zeros(comptime!(vectors.fragments()));
         let from = if comptime!(removes) { &arrays.d_removal } else { &arrays.d_queries };
-        read_rows(&mut decayed, from, own, base, pairs, of.count, vectors);
+        at.read(&mut decayed, from, own, vectors);
         set_far_reads(arena, sums, near, &decayed, own, reading, o, config);
         if comptime!(mild) {
             add_mild_reads(arena, sums, near, own, reading, layout.d_scores, o, config);
@@ -305,10 +302,11 @@ fn write_writers(
     own: &WarpTile,
     #[comptime] config: DiagonalConfig,
 ) {
-    let (pairs, vectors) = comptime!((config.head_dim / 2, config.vectors()));
-    let base = of.token * pairs;
-    write_rows(&mut arrays.d_corrections, &near.correction, own, base, pairs, of.count, vectors);
-    write_rows(&mut arrays.d_keys, &near.key, own, base, pairs, of.count, vectors);
+    let vectors = comptime!(config.vectors());
+    let to = &mut arrays.d_corrections;
+    of.tokens(&to.strides).write(to, &near.correction, own, 0usize, vectors);
+    let to = &mut arrays.d_keys;
+    of.tokens(&to.strides).write(to, &near.key, own, 0usize, vectors);
 }
 
 /// Sets the gradient of the readers to what reaches them by the state.
@@ -408,9 +406,8 @@ fn finish(
     #[comptime] config: DiagonalConfig,
 ) {
     let d = comptime!(config.head_dim);
-    let (pairs, row_len) = comptime!((d / 2, row_of_sums(d)));
+    let row_len = comptime!(row_of_sums(d));
     let vectors = comptime!(config.vectors());
-    let base = of.token * pairs;
     let segments = comptime!(segments(d));
     let tokens = comptime!(CHUNK_TOKENS / segments);
     let (channel, segment) = (UNIT_POS as usize % d, UNIT_POS as usize / d);
@@ -422,13 +419,14 @@ fn finish(
     sync_cube();
     if own.exists {
         if comptime!(config.writers() == 2) {
-            write_rows(&mut arrays.d_removal, &near.reader, own, base, pairs, of.count, vectors);
+            let to = &mut arrays.d_removal;
+            of.tokens(&to.strides).write(to, &near.reader, own, 0usize, vectors);
         } else {
             if comptime!(config.is_weighted()) {
                 join_key(arena, numbers, near, own, layout.vectors.correction, config);
             }
             let to = &mut arrays.d_corrections;
-            write_rows(to, &near.correction, own, base, pairs, of.count, vectors);
+            of.tokens(&to.strides).write(to, &near.correction, own, 0usize, vectors);
         }
         #[unroll]
         for r in 0..2usize {
@@ -481,14 +479,15 @@ fn finish(
             after += numbers.sums[later * comptime!(tokens * row_len) + channel];
             later += 1;
         }
+        let to = of.tokens(&arrays.d_log_decay.strides);
         for t in 0..tokens {
             let token = first + t;
             if token < of.count {
-                let at = (of.token + token) * d + channel;
+                let at = (to.base + token * to.stride) * CHUNK + channel;
                 let sum = numbers.sums[token * row_len + channel] + after;
                 // A sum of rounding errors, where the decay is lower than those that count.
                 let counts = (counting >> t as u32) & 1 == 1;
-                arrays.d_log_decay[at] = select(counts, sum, 0f32);
+                arrays.d_log_decay.numbers[at] = select(counts, sum, 0f32);
             }
         }
     }

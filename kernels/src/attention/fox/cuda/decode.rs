@@ -8,7 +8,7 @@ use super::{DecayHooks, flash, prune};
 use crate::Cuda;
 use crate::attention::decay::{DecaySumsCache, Sums, log_decay};
 use crate::attention::flash::{
-    CacheBuffer, FlashAttention, Heads, as_u32, decode, expired, row_dots,
+    CacheBuffer, FlashAttention, HeadChunks, Heads, as_u32, decode, expired, row_dots,
 };
 use crate::attention::fox::op::Forgetting;
 use crate::attention::softmax::PRUNED;
@@ -16,7 +16,7 @@ use crate::backend::{primitive, tensor};
 use crate::cuda::{CudaTensor, buffer, contiguous, empty, unshare, zeros};
 use crate::ops::activation::kernel::{Function, value};
 use crate::ops::cuda::nothing;
-use crate::tile::{CHUNK, Chunk, RowStrides};
+use crate::tile::CHUNK;
 
 /// Keys, values and the decay's prefix sums of the tokens so far.
 #[derive(Clone, Debug)]
@@ -132,7 +132,6 @@ impl DecayKvCache {
         let [batch, heads, _, head_dim] = q.dims;
         let starts = op.core.prune.then(|| empty(&q.tensor, &[batch, heads], DType::I32));
         let logits = contiguous(logits);
-        let chunks = |x: &Heads| ChunkedRowsLaunch::new(buffer(&x.tensor, CHUNK), x.row_strides());
         let sums = self.sums.buffers();
         // SAFETY: a warp handles the token of one head.
         unsafe {
@@ -140,10 +139,10 @@ impl DecayKvCache {
                 &q.tensor.client,
                 CubeCount::Static((batch * heads) as u32, 1, 1),
                 CubeDim::new_1d(32),
-                TokenLaunch::new(chunks(&q), chunks(&k), chunks(&v), buffer(&logits, 1)),
+                TokenLaunch::new(q.chunks(), k.chunks(), v.chunks(), buffer(&logits, 1)),
                 CacheLaunch::new(
-                    chunks(&keys),
-                    chunks(&values),
+                    keys.chunks(),
+                    values.chunks(),
                     sums.launch(),
                     buffer(&self.largest, 1),
                     held as u32,
@@ -162,22 +161,15 @@ impl DecayKvCache {
     }
 }
 
-/// Rows of channels, in chunks.
-#[derive(CubeType, CubeLaunch)]
-struct ChunkedRows {
-    chunks: Array<Chunk>,
-    strides: RowStrides,
-}
-
 /// A new token.
 #[derive(CubeType, CubeLaunch)]
 struct Token<Z: Float> {
     /// `[batch, heads, 1, head_dim]`
-    q: ChunkedRows,
+    q: HeadChunks,
     /// `[batch, kv_heads, 1, head_dim]`
-    k: ChunkedRows,
+    k: HeadChunks,
     /// `[batch, kv_heads, 1, head_dim]`
-    v: ChunkedRows,
+    v: HeadChunks,
     /// The gate's, `[batch, 1, heads]`.
     logits: Array<Z>,
 }
@@ -186,9 +178,9 @@ struct Token<Z: Float> {
 #[derive(CubeType, CubeLaunch)]
 struct Cache {
     /// `[batch, kv_heads, tokens, head_dim]`
-    keys: ChunkedRows,
+    keys: HeadChunks,
     /// `[batch, kv_heads, tokens, head_dim]`
-    values: ChunkedRows,
+    values: HeadChunks,
     sums: Sums,
     /// max |k_j|², `[batch, kv_heads]`.
     largest: Array<f32>,

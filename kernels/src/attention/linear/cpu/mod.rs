@@ -169,15 +169,17 @@ impl LinearRow<'_> {
 
 impl GatedLinear {
     fn sizes(&self, inputs: &[FlexTensor]) -> RowSizes {
-        let [rows, group, seq_len, head_dim] = dims(&inputs[0])[..] else {
+        let [batch, heads, seq_len, head_dim] = dims(&inputs[0])[..] else {
             panic!("q of 4 dimensions")
         };
-        let (value_dim, channels) = (dims(&inputs[2])[2], dims(&inputs[3])[2]);
+        let (kv_heads, value_dim, channels) =
+            (dims(&inputs[1])[1], dims(&inputs[2])[3], dims(&inputs[3])[3]);
+        let (rows, group) = (batch * kv_heads, heads / kv_heads);
         RowSizes { rows, group, seq_len, head_dim, value_dim, channels, chunk: self.size(seq_len) }
     }
 
     /// y, and the state after the last token; `before` is that before the first, 0 if `None`. States are
-    /// `[rows, head_dim, value_dim]`.
+    /// `[batch · kv_heads, head_dim, value_dim]`.
     pub fn run(&self, inputs: &[FlexTensor; 4], before: Option<&FlexTensor>) -> [FlexTensor; 2] {
         let inputs = [0, 1, 2, 3].map(|at| contiguous(&inputs[at]));
         let sizes = self.sizes(&inputs);
@@ -188,7 +190,8 @@ impl GatedLinear {
             .zip(states.par_chunks_mut(head_dim * value_dim))
             .enumerate()
             .for_each(|(row, (y, state))| row_of(&inputs, row, sizes).forward(y, state));
-        let y = from_vec(y, &[rows, group, seq_len, value_dim]);
+        let [batch, heads, ..] = dims(&inputs[0])[..] else { unreachable!("4 dimensions") };
+        let y = from_vec(y, &[batch, heads, seq_len, value_dim]);
         [y, from_vec(states, &[rows, head_dim, value_dim])]
     }
 
@@ -234,7 +237,7 @@ pub fn first_states(before: Option<&FlexTensor>, elements: usize) -> Vec<f32> {
 /// β v.
 pub fn weighted(v: &FlexTensor, beta: &FlexTensor) -> FlexTensor {
     let [v, beta] = [v, beta].map(contiguous);
-    let rows = slice(&v).chunks_exact(dims(&v)[2]).zip(slice(&beta));
+    let rows = slice(&v).chunks_exact(dims(&v)[3]).zip(slice(&beta));
     let weighted = rows.flat_map(|(v, beta)| v.iter().map(move |v| beta * v)).collect();
     from_vec(weighted, &dims(&v))
 }
@@ -246,7 +249,7 @@ pub fn gradients_of_weights(
     grad: &FlexTensor,
 ) -> [FlexTensor; 2] {
     let [v, beta] = [v, beta].map(contiguous);
-    let values = dims(&v)[2];
+    let values = dims(&v)[3];
     let rows = slice(grad).chunks_exact(values);
     let of_beta = rows.clone().zip(slice(&v).chunks_exact(values));
     let of_beta = of_beta.map(|(grad, v)| math::dot(grad, v)).collect();

@@ -43,8 +43,7 @@ fn run([q, k, v, upstream, log_decay]: &[Vec<f32>; 5]) -> [Vec<f64>; 5] {
     };
     let inputs = [q, k, v, log_decay].map(tensor3);
     let [q, k, v, log_decay] = inputs.clone();
-    let inputs4 =
-        [primitive(q.unsqueeze_dim::<4>(1)), primitive(k), primitive(v), primitive(log_decay)];
+    let inputs4 = [q, k, v, log_decay].map(|x| primitive(x.unsqueeze_dim::<4>(1)));
     let y: Tensor<Ad, 4> = tensor(Ad::run(&GatedLinear { chunk: 64 }, inputs4, vec![]));
     let y = y.squeeze_dim::<3>(1);
     let grads = (y.clone() * tensor3(upstream)).sum().backward();
@@ -123,7 +122,7 @@ fn the_state_does_not_depend_on_how_tokens_arrive() {
     };
     let rows = |first: usize, n: usize| {
         let part = |x: Tensor<Flex, 4>| x.narrow(2, first, n);
-        let one = |seed| part(random([2, 1, 300, 8], seed)).squeeze_dim::<3>(1);
+        let one = |seed| part(random([2, 1, 300, 8], seed));
         LinearInputs {
             q: part(random([2, 3, 300, 8], 0.0)),
             k: one(1.0),

@@ -31,7 +31,7 @@ pub struct KeyInputs {
     alpha: Array<Wide>,
 }
 
-/// The recurrence's vectors, `[batch, kv_heads, seq_len, head_dim]`, contiguous; or their gradients.
+/// The recurrence's vectors, `[batch, kv_heads, seq_len, head_dim]`, in one memory order; or their gradients.
 #[derive(CubeType, CubeLaunch)]
 pub struct Vectors {
     /// ln w.
@@ -42,20 +42,21 @@ pub struct Vectors {
     correction: Array<Chunk>,
     /// k̃
     key: Array<Chunk>,
+    strides: HeadStrides,
 }
 
-/// What makes the output of the recurrence's o, `[batch, heads, seq_len, head_dim]`, contiguous.
+/// What makes the output of the recurrence's o, `[batch, heads, seq_len, head_dim]`.
 #[derive(CubeType, CubeLaunch)]
 pub struct HeadInputs {
     o: Array<Chunk>,
+    o_strides: HeadStrides,
     r: Array<Chunk>,
-    /// The strides of o and r.
-    strides: HeadStrides,
+    r_strides: HeadStrides,
     /// k̃
     key: Array<Chunk>,
-    v: Array<Chunk>,
-    /// The strides of k̃ and v.
     key_strides: HeadStrides,
+    v: Array<Chunk>,
+    v_strides: HeadStrides,
     gate: Array<Chunk>,
     gate_strides: HeadStrides,
     /// ρ, `[heads, head_dim]`.
@@ -68,7 +69,7 @@ pub struct HeadInputs {
     group: u32,
 }
 
-/// What a query head gives to gradients, `[batch, heads, seq_len, head_dim]`, contiguous but for the gate's.
+/// What a query head gives to gradients, `[batch, heads, seq_len, head_dim]`, in one memory order.
 #[derive(CubeType, CubeLaunch)]
 pub struct HeadGrads {
     o: Array<Chunk>,
@@ -79,7 +80,7 @@ pub struct HeadGrads {
     /// Of its key head's v by the bonus.
     v: Array<Chunk>,
     gate: Array<Chunk>,
-    gate_strides: HeadStrides,
+    strides: HeadStrides,
     /// A block's sums of ρ, the norm's scale and its bias, `[blocks, 3, heads, head_dim]`.
     parts: Array<Wide>,
 }
@@ -90,8 +91,10 @@ pub struct RecurrenceGrads {
     vectors: Vectors,
     /// `[batch, kv_heads, seq_len, head_dim]`
     v: Array<Chunk>,
+    v_strides: HeadStrides,
     /// `[batch, heads, seq_len, head_dim]`
     r: Array<Chunk>,
+    r_strides: HeadStrides,
 }
 
 /// The gradients of the inputs.
@@ -119,7 +122,6 @@ pub fn prepare(
     inputs: &KeyInputs,
     starts: &Array<i32>,
     vectors: &mut Vectors,
-    strides: HeadStrides,
     sizes: TokenSizes,
     #[comptime] packed: bool,
     #[comptime] split: RowSplit,
@@ -134,7 +136,7 @@ pub fn prepare(
     let alpha = of_head(&inputs.alpha, head, &place, &sizes);
     let inverse = 1.0 / f32::sqrt(sum(kappa * kappa, split) + KEY_EPS);
     if exists {
-        let at = place.of(&strides, head);
+        let at = place.of(&vectors.strides, head);
         let unit = kappa * all(inverse);
         let mut removal = unit;
         let mut log_decay = sigmoids(d) * all(comptime!(-MAX_DECAY as f32));
@@ -177,12 +179,11 @@ impl Normed {
         #[comptime] split: RowSplit,
     ) -> Normed {
         let exists = place.exists;
-        let at = place.of(&inputs.strides, head);
-        let of_key = place.of(&inputs.key_strides, head / inputs.group as usize);
-        let o = load(&inputs.o, at, exists);
-        let r = load(&inputs.r, at, exists);
-        let key = load(&inputs.key, of_key, exists);
-        let v = load(&inputs.v, of_key, exists);
+        let key_head = head / inputs.group as usize;
+        let o = load(&inputs.o, place.of(&inputs.o_strides, head), exists);
+        let r = load(&inputs.r, place.of(&inputs.r_strides, head), exists);
+        let key = load(&inputs.key, place.of(&inputs.key_strides, key_head), exists);
+        let v = load(&inputs.v, place.of(&inputs.v_strides, key_head), exists);
         let gate = load(&inputs.gate, place.of(&inputs.gate_strides, head), exists);
         let bonus = sum(r * of_head(&inputs.rho, head, place, sizes) * key, split);
         let channels = f32::cast_from(sizes.chunks) * f32::cast_from(CHUNK as u32);
@@ -252,12 +253,12 @@ pub fn finish_back(
         let d_bonus = all(sum(g * token.v, split));
         if place.exists {
             let d_o = (h - all(shift) - token.hat * all(slope)) * all(token.inverse);
-            let at = place.of(&inputs.strides, head);
+            let at = place.of(&grads.strides, head);
             grads.o[at] = Chunk::cast_from(d_o);
             grads.r[at] = Chunk::cast_from(d_bonus * rho * token.key);
             grads.key[at] = Chunk::cast_from(d_bonus * token.r * rho);
             grads.v[at] = Chunk::cast_from(g * all(token.bonus));
-            grads.gate[place.of(&grads.gate_strides, head)] = Chunk::cast_from(dy * token.p);
+            grads.gate[at] = Chunk::cast_from(dy * token.p);
         }
         // Zeros where there is no token.
         d_rho[0] = d_rho[0] + d_bonus * token.r * token.key;
@@ -285,8 +286,6 @@ pub fn prepare_back(
     starts: &Array<i32>,
     by_recurrence: &RecurrenceGrads,
     by_head: &HeadGrads,
-    strides: HeadStrides,
-    head_strides: HeadStrides,
     group: u32,
     grads: &mut InputGrads,
     sizes: TokenSizes,
@@ -299,18 +298,20 @@ pub fn prepare_back(
     for step in 0..steps(&sizes, split) {
         let place = Place::new(step, &sizes, split);
         let exists = place.exists;
-        let at = place.of(&strides, head);
         let vectors = &by_recurrence.vectors;
+        let at = place.of(&vectors.strides, head);
 
         // 1. r, v and k̃ with the parts by the query heads' bonus.
         let mut d_key = load(&vectors.key, at, exists);
-        let mut d_v = load(&by_recurrence.v, at, exists);
+        let mut d_v = load(&by_recurrence.v, place.of(&by_recurrence.v_strides, head), exists);
         for member in 0..group as usize {
             let query_head = head * group as usize + member;
-            let of_query = place.of(&head_strides, query_head);
+            let of_query = place.of(&by_head.strides, query_head);
             d_key += load(&by_head.key, of_query, exists);
             d_v += load(&by_head.v, of_query, exists);
-            let d_r = load(&by_recurrence.r, of_query, exists) + load(&by_head.r, of_query, exists);
+            let of_reader = place.of(&by_recurrence.r_strides, query_head);
+            let d_r =
+                load(&by_recurrence.r, of_reader, exists) + load(&by_head.r, of_query, exists);
             if exists {
                 grads.r[place.of(&grads.r_strides, query_head)] = Chunk::cast_from(d_r);
             }

@@ -18,7 +18,7 @@ use crate::attention::chunked;
 use crate::attention::chunked::diagonal::{Corrections, Diagonal, Saved};
 use crate::attention::per_token::{MOST_PARTS, Tokens, by_head, by_token, in_chunks};
 use crate::backend::Forward;
-use crate::cuda::{CudaTensor, buffer, contiguous, empty, reshaped};
+use crate::cuda::{CudaTensor, buffer, empty, reshaped};
 use crate::ops::cuda::sums::columns;
 use crate::ops::cuda::{
     THREADS, as_u32, dim, dims, elements, head_strides, integers, nothing, vector,
@@ -30,12 +30,12 @@ const INPUTS: usize = 11;
 
 /// A call of the kernels.
 struct Call {
-    /// r and v, `[batch, heads or kv_heads, seq_len, head_dim]`, contiguous.
+    /// r and v, `[batch, heads or kv_heads, seq_len, head_dim]`, with neighbouring channels, as the next two.
     r: CudaTensor,
     v: CudaTensor,
-    /// Of the same shape as v, with neighbouring channels: k, and the logits of the decay and of the learning rate.
+    /// Of the same shape as v: k, and the logits of the decay and of the learning rate.
     keys: [CudaTensor; 3],
-    /// Of the same shape as r, with neighbouring channels.
+    /// Of the same shape as r.
     gate: CudaTensor,
     /// ξ, α, ρ, the norm's scale and bias.
     parameters: [CudaTensor; 5],
@@ -59,8 +59,8 @@ impl Call {
         let lengths = [kv_heads, kv_heads, heads, heads, heads];
         let names = ["removal_scale", "replacement", "bonus", "norm_scale", "norm_bias"];
         Call {
-            r: contiguous(r),
-            v: contiguous(v),
+            r: in_chunks(r),
+            v: in_chunks(v),
             keys: [in_chunks(k), by_head(decay, kv_heads), by_head(rate, kv_heads)],
             gate: by_head(gate, heads),
             parameters: std::array::from_fn(|i| vector(&parameters[i], lengths[i] * d, names[i])),
@@ -102,11 +102,9 @@ impl Call {
 
     /// The recurrence's vectors.
     fn recurrence(&self) -> Diagonal {
-        let [batch, heads, kv_heads, seq_len, d] = self.sizes();
-        let rows = batch * kv_heads;
-        let (tokens, of) = (self.of_keys(), |dtype| empty(&self.r, &[rows, seq_len, d], dtype));
-        let (log_decay, removal) = (of(DType::F32), of(DType::BF16));
-        let (correction, key) = (of(DType::BF16), of(DType::BF16));
+        let tokens = self.of_keys();
+        let log_decay = tokens.empty_by_token_of(&self.r, DType::F32);
+        let [removal, correction, k] = [(); 3].map(|()| tokens.empty_by_token(&self.r));
         // SAFETY: threads stay within the tokens of the tensors, whose strides they get.
         unsafe {
             kernel::prepare::launch_unchecked::<CudaRuntime>(
@@ -115,17 +113,16 @@ impl Call {
                 dim(THREADS),
                 self.key_inputs(),
                 self.starts(),
-                vectors(&log_decay, &removal, &correction, &key),
-                head_strides(&self.v, CHUNK),
+                vectors(&log_decay, &removal, &correction, &k),
                 tokens.launch(),
                 self.starts.is_some(),
                 tokens.split(),
             );
         }
         Diagonal {
-            q: reshaped(&self.r, &[rows, heads / kv_heads, seq_len, d]),
-            k: key,
-            v: reshaped(&self.v, &[rows, seq_len, d]),
+            q: self.r.clone(),
+            k,
+            v: self.v.clone(),
             log_decay,
             corrections: Corrections::Vectors { removal, correction },
         }
@@ -135,9 +132,11 @@ impl Call {
         let [_, _, rho, scale, bias] = &self.parameters;
         HeadInputsLaunch::new(
             buffer(o, CHUNK),
+            head_strides(o, CHUNK),
             buffer(&self.r, CHUNK),
             head_strides(&self.r, CHUNK),
             buffer(key, CHUNK),
+            head_strides(key, CHUNK),
             buffer(&self.v, CHUNK),
             head_strides(&self.v, CHUNK),
             buffer(&self.gate, CHUNK),
@@ -206,8 +205,13 @@ fn vectors(
     correction: &CudaTensor,
     key: &CudaTensor,
 ) -> VectorsLaunch<CudaRuntime> {
-    let [removal, correction, key] = [removal, correction, key].map(|x| buffer(x, CHUNK));
-    VectorsLaunch::new(buffer(log_decay, CHUNK), removal, correction, key)
+    let strides = |x: &CudaTensor| x.meta.strides().to_vec();
+    for x in [log_decay, removal, correction] {
+        assert_eq!(strides(x), strides(key), "strides of the recurrence's vectors");
+    }
+    let [removal, correction, of_key] = [removal, correction, key].map(|x| buffer(x, CHUNK));
+    let (log_decay, strides) = (buffer(log_decay, CHUNK), head_strides(key, CHUNK));
+    VectorsLaunch::new(log_decay, removal, correction, of_key, strides)
 }
 
 /// See [`Op::cuda_forward`](crate::backend::Op::cuda_forward).
@@ -266,8 +270,8 @@ pub fn backward(
     let recurrence = call.recurrence();
 
     // 1. To the recurrence's o, and through the bonus to its key heads' inputs.
-    let [d_o, d_r, d_key, d_v] = [(); 4].map(|()| empty(like, &dims(like), DType::BF16));
-    let d_gate = of_heads.empty_by_token(like);
+    let of_query_heads = [(); 5].map(|()| of_heads.empty_by_token(like));
+    let [d_o, d_r, d_key, d_v, d_gate] = of_query_heads;
     let blocks = of_heads.blocks(MOST_PARTS);
     let head_vectors = empty(like, &[blocks, 3 * heads], DType::F32);
     let head_grads = || {
@@ -298,7 +302,6 @@ pub fn backward(
     }
 
     // 2. Through the recurrence.
-    let d_o = reshaped(&d_o, &dims(&recurrence.q));
     let grads = recurrence.backward(&Saved::from_tensors(saved), &d_o);
     let Corrections::Vectors { removal, correction } = &grads.corrections else {
         unreachable!("the gradients are as the call")
@@ -319,11 +322,11 @@ pub fn backward(
             RecurrenceGradsLaunch::new(
                 vectors(&grads.log_decay, removal, correction, &grads.k),
                 buffer(&grads.v, CHUNK),
+                head_strides(&grads.v, CHUNK),
                 buffer(&grads.q, CHUNK),
+                head_strides(&grads.q, CHUNK),
             ),
             head_grads(),
-            head_strides(&call.v, CHUNK),
-            head_strides(&call.r, CHUNK),
             as_u32(call.group()),
             InputGradsLaunch::new(
                 buffer(&d_r, CHUNK),

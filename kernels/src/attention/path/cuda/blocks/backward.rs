@@ -8,13 +8,13 @@ use cubecl::prelude::*;
 use super::forward::{add_rows, begin, begin_head};
 use super::layout::{BLOCK, BlockConfig, Operand};
 use super::memory::{
-    BlockInputs, BlockOf, BlockShape, HeadChunks, Numbers, dot, first_visible, has_column,
-    keep_lower, read_numbers, scale_rows, start_head, start_inverse, write_numbers,
+    BlockInputs, BlockOf, BlockShape, Numbers, dot, first_visible, has_column, keep_lower,
+    read_numbers, scale_rows, start_head, start_inverse, write_numbers,
 };
 use super::product::{
     Product, WarpTile, add_product, product, read, start_load, start_product, sync, write,
 };
-use crate::attention::flash::HeadQuads;
+use crate::attention::flash::{HeadChunks, HeadQuads};
 use crate::tile::copies::finish_copies;
 use crate::tile::warpgroup::wait;
 use crate::tile::{

@@ -6,22 +6,13 @@ use cubecl::prelude::*;
 use super::layout::{BLOCK, BlockConfig, Operand};
 use super::product::{GROUPS, WarpTile, chunk_in, start_load};
 use crate::attention::decay::Sums;
-use crate::attention::flash::{HeadQuads, Strides};
+use crate::attention::flash::{HeadChunks, HeadQuads, Strides};
 use crate::tile::matrix::pair;
 use crate::tile::rows::{Own, rounds};
 use crate::tile::{Accumulator, CHUNK, Chunk, Pair, Quad, RowStrides, sum_of_four};
 
 /// Chunks of a row of a square.
 pub const SQUARE_CHUNKS: usize = BLOCK / CHUNK;
-
-/// A tensor `[batch, heads, tokens, head_dim]` in bf16.
-#[derive(CubeType, CubeLaunch)]
-pub struct HeadChunks {
-    /// Its elements.
-    pub chunks: Array<Chunk>,
-    /// The strides of its rows.
-    pub strides: RowStrides,
-}
 
 /// The sizes of a call.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]

@@ -25,7 +25,7 @@ use self::backward::{BlockGradientsLaunch, UpstreamLaunch};
 use self::forward::{MovedOutputsLaunch, OwnOutputsLaunch};
 pub use self::layout::BLOCK;
 use self::layout::BlockConfig;
-use self::memory::{BlockInputsLaunch, BlockShapeLaunch, HeadChunksLaunch, VisibilityLaunch};
+use self::memory::{BlockInputsLaunch, BlockShapeLaunch, VisibilityLaunch};
 use crate::attention::decay::DecaySums;
 use crate::attention::flash::{Heads, as_u32, strides};
 use crate::cuda::{CudaTensor, buffer, contiguous, empty};
@@ -206,9 +206,9 @@ impl Blocks {
         let window = self.window.map_or(0, |w| w.min(self.q.dims[2]));
         let visibility = VisibilityLaunch::new(documents.into(), as_u32(window), decay.into());
         BlockInputsLaunch::new(
-            chunks(&self.q),
-            chunks(&self.k),
-            chunks(&self.v),
+            self.q.chunks(),
+            self.k.chunks(),
+            self.v.chunks(),
             self.w.quads(),
             buffer(&self.beta, 1),
             strides(&self.beta),
@@ -306,7 +306,7 @@ impl Blocks {
         let of_rows = |x: &CudaTensor| buffer(&contiguous(x), 1);
         let of_vectors = |x: &CudaTensor| buffer(&contiguous(x), CHUNK);
         let from = UpstreamLaunch::new(
-            chunks(&d_o),
+            d_o.chunks(),
             of_rows(upstream.lse),
             of_rows(upstream.delta),
             of_vectors(upstream.d_q),
@@ -367,9 +367,4 @@ impl Blocks {
         }
         has("d_o", upstream.d_o, &self.q.dims, DType::BF16);
     }
-}
-
-/// A tensor's rows in chunks of channels.
-fn chunks(x: &Heads) -> HeadChunksLaunch<CudaRuntime> {
-    HeadChunksLaunch::new(buffer(&x.tensor, CHUNK), x.row_strides())
 }
