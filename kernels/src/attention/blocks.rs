@@ -160,8 +160,8 @@ pub fn repeat_heads<B: OpBackend>(x: Tensor<B, 4>, group: usize) -> Tensor<B, 4>
     ])
 }
 
-/// As [`repeat_heads`], for queries in groups of `group` heads: `[batch, key_heads · group, rows, channels]` to `times` as
-/// many heads, each group as often after the other.
+/// As [`repeat_heads`], for queries in groups of `group` heads: `[batch, key_heads · group, rows, channels]` to `times`
+/// as many heads, where a group comes `times` times, one after the other.
 pub fn repeat_groups<B: OpBackend>(x: Tensor<B, 4>, group: usize, times: usize) -> Tensor<B, 4> {
     if times == 1 {
         return x;

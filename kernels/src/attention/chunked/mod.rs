@@ -19,8 +19,8 @@
 pub mod diagonal;
 mod gradients;
 mod memory;
+mod new_tokens;
 mod output;
-mod rows;
 mod scan;
 mod scan_back;
 mod sums;
@@ -37,8 +37,8 @@ use self::diagonal::{Corrections, Diagonal};
 use self::gradients::GradientArraysLaunch;
 pub use self::memory::Update;
 use self::memory::{ChunkConfig, ChunkInputsLaunch, EndStatesLaunch, HandOver, SizesLaunch};
+pub use self::new_tokens::NewTokens;
 use self::output::OutputArraysLaunch;
-pub use self::rows::Rows;
 use self::scan::ScanArraysLaunch;
 use self::scan_back::ScanBackArraysLaunch;
 use self::values_back::ValueGradientArraysLaunch;
@@ -113,6 +113,9 @@ pub fn forward(
     if !serves(q.dtype, dims(q)[3], dims(v)[3]) {
         return None;
     }
+    // The backward pass reads it too.
+    let beta = &beta.map(contiguous);
+    let beta = beta.as_ref();
     let (output, saved) = match dims(log_decay)[3] {
         1 => {
             let (output, saved) = Chunked::new(update, inputs, beta).forward();
@@ -139,6 +142,9 @@ pub fn forward_from(
     if !serves(q.dtype, dims(q)[3], dims(v)[3]) {
         return None;
     }
+    // The backward pass reads it too.
+    let beta = &beta.map(contiguous);
+    let beta = beta.as_ref();
     let (output, saved, after) = match dims(log_decay)[3] {
         1 => {
             let call = Chunked::new(update, inputs, beta);
@@ -265,7 +271,7 @@ impl CallSizes {
     /// Of q `[batch, heads, seq_len, head_dim]` and v `[batch, kv_heads, seq_len, value_dim]`.
     ///
     /// # Panics
-    /// Where they do not belong together.
+    /// Where they do not belong together, or [`serves`] is false.
     fn new(q: &CudaTensor, v: &CudaTensor) -> Self {
         let [batch, heads, seq_len, head_dim] = q.meta.shape().dims();
         let [_, kv_heads, _, value_dim] = v.meta.shape().dims();

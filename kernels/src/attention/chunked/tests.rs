@@ -11,7 +11,7 @@ use crate::backend::{primitive, tensor};
 use crate::cuda::{CudaTensor, contiguous};
 use crate::testing::{record, root_mean_square};
 
-/// Rows of a problem: kv heads of one sequence.
+/// Rows of a problem.
 const ROWS: usize = 2;
 
 /// One problem; q, k, v and the upstream gradient are numbers of bf16.
@@ -88,8 +88,10 @@ impl Sample {
 
     fn by_kernels(&self) -> Results {
         let [group, len, d, values] = self.sizes;
+        // Rows are heads of one sequence, or sequences of one head.
+        let batch = 1 + len % ROWS;
         let of = |x: &[f32], heads: usize, channels: usize, dtype| {
-            by_token(x, [1, heads, len, channels], dtype)
+            by_token(x, [batch, heads / batch, len, channels], dtype)
         };
         let q = of(&self.q, ROWS * group, d, DType::BF16);
         let k = of(&self.k, ROWS, d, DType::BF16);

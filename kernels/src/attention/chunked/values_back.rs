@@ -19,8 +19,8 @@ pub struct ValueGradientArrays {
     pub d_o: HeadChunks,
     /// The gradients of the states after the chunks, `[rows, chunks, head_dim, value_dim]`, for an additive update.
     pub d_states: Array<Chunk>,
-    /// `[batch, kv_heads, tokens, value_dim]`: of v for an additive update; for the delta rule the part of dw that comes from the
-    /// own chunk's outputs.
+    /// `[batch, kv_heads, tokens, value_dim]`: of v for an additive update; for the delta rule the part of dw that comes
+    /// from the own chunk's outputs.
     pub d_v: HeadPairs<bf16>,
 }
 

@@ -46,14 +46,15 @@ use burn_flex::FlexTensor;
 
 use super::blocks::{repeat_groups, repeat_heads};
 use super::chunked::diagonal::Corrections;
-use super::chunked::{self, Decays, Grads, Rows, Update};
+use super::chunked::{self, Decays, Grads, NewTokens, Update};
 use super::linear::GatedLinear;
-use super::linear::reference::LinearInputs;
+use super::linear::reference::{LinearInputs, RowInputs};
 use super::recurrent::step::Token;
 use super::recurrent::{State, by_head, run_rows, unit};
 use super::saved::Channels;
 use super::{AttentionShape, ExecPath};
 use crate::backend::{Forward, Op, OpBackend, StateOp, primitive, tensor};
+use crate::cpu::contiguous;
 use crate::cuda::CudaTensor;
 use crate::device::DeviceKind;
 
@@ -125,8 +126,7 @@ impl DeltaRule {
         let DeltaInputs { q, k, v, beta, log_decay } = inputs;
         let [batch, kv_heads, _, d] = k.dims();
         let sizes = [batch * kv_heads, d, v.dims()[3]];
-        let inputs =
-            [primitive(q), primitive(k), primitive(v), primitive(beta), primitive(log_decay)];
+        let inputs = [q, k, v, beta, log_decay].map(primitive);
         let op = DeltaAttention { chunk: self.chunk };
         run_rows::<B, _, 5>(path, &op, inputs, state, sizes)
     }
@@ -139,28 +139,17 @@ impl DeltaRule {
         path: ExecPath,
     ) -> Tensor<B, 4> {
         let DeltaInputs { q, k, v, beta, log_decay } = inputs;
-        let ([batch, heads, seq_len, d], [_, kv_heads, _, values]) = (q.dims(), v.dims());
-        let rows = batch * kv_heads;
         let (y, end) = match state.s.take() {
             start if path == ExecPath::Kernel(DeviceKind::Cuda) => {
-                Rows { q, k, v, log_decay, beta: Some(beta) }.extend(Update::Delta, start)
+                NewTokens { q, k, v, log_decay, beta: Some(beta) }.extend(Update::Delta, start)
             }
-            Some(start) if seq_len == 1 => {
-                let channels = log_decay.dims()[3];
-                let token = Token {
-                    q: q.reshape([rows, heads / kv_heads, d]),
-                    k: k.reshape([rows, 1, d]),
-                    v: v.reshape([rows, 1, values]),
-                    log_decay: log_decay.reshape([rows, 1, channels]),
-                    corrections: Corrections::Weights(beta.reshape([rows, 1, 1])),
-                };
-                let (y, end) = token.advance(start);
-                (y.reshape([batch, heads, 1, values]), end)
+            Some(start) if q.dims()[2] == 1 => {
+                let corrections = Corrections::Weights(beta);
+                Token { q, k, v, log_decay, corrections }.advance(start)
             }
             start => {
-                let values = CorrectedValues { chunk: self.chunk };
-                let v = values.forward([k.clone(), v, beta, log_decay.clone()], start.clone());
-                self.linear().forward(LinearInputs { q, k, v, log_decay }, start)
+                let op = DeltaAttention { chunk: self.chunk };
+                op.by_operations(LinearInputs { q, k, v, log_decay }, beta, start)
             }
         };
         state.s = Some(end);
@@ -209,9 +198,9 @@ impl DeltaRule {
     }
 }
 
-/// y: inputs q `[batch, heads, seq_len, head_dim]`, already scaled, k `[batch, kv_heads, seq_len, head_dim]`, v `[batch,
-/// kv_heads, seq_len, value_dim]`, β `[batch, kv_heads, seq_len, 1]`, log decays `[batch, kv_heads, seq_len, 1 or
-/// head_dim]`; the output is `[batch, heads, seq_len, value_dim]`.
+/// y: inputs q `[batch, heads, seq_len, head_dim]`, already scaled, k `[batch, kv_heads, seq_len, head_dim]`, v
+/// `[batch, kv_heads, seq_len, value_dim]`, β `[batch, kv_heads, seq_len, 1]`, log decays `[batch, kv_heads, seq_len,
+/// 1 or head_dim]`; the output is `[batch, heads, seq_len, value_dim]`.
 #[derive(Clone, Debug)]
 struct DeltaAttention {
     /// Tokens per chunk, a power of two.
@@ -229,14 +218,26 @@ impl DeltaAttention {
 
     fn by_operations<B: OpBackend>(
         &self,
-        [q, k, v, beta, log_decay]: [FloatTensor<B>; 5],
+        inputs: LinearInputs<B>,
+        beta: Tensor<B, 4>,
+        before: Option<Tensor<B, 3>>,
+    ) -> (Tensor<B, 4>, Tensor<B, 3>) {
+        let ([batch, heads, seq_len, _], [_, kv_heads, _, values]) =
+            (inputs.q.dims(), inputs.v.dims());
+        let RowInputs { q, k, v, log_decay } = inputs.by_row();
+        let beta = beta.reshape([batch * kv_heads, seq_len, 1]);
+        let v = self.values().forward([k.clone(), v, beta, log_decay.clone()], before.clone());
+        let (y, after) = self.linear().forward_rows(RowInputs { q, k, v, log_decay }, before);
+        (y.reshape([batch, heads, seq_len, values]), after)
+    }
+
+    fn by_reference<B: OpBackend>(
+        &self,
+        inputs: [FloatTensor<B>; 5],
         before: Option<FloatTensor<B>>,
     ) -> (Tensor<B, 4>, Tensor<B, 3>) {
-        let [k, v, beta, log_decay] = [k, v, beta, log_decay].map(tensor::<B, 4>);
-        let before = before.map(tensor::<B, 3>);
-        let inputs = [k.clone(), v, beta, log_decay.clone()];
-        let v = self.values().forward(inputs, before.clone());
-        self.linear().forward(LinearInputs { q: tensor(q), k, v, log_decay }, before)
+        let [q, k, v, beta, log_decay] = inputs.map(tensor::<B, 4>);
+        self.by_operations(LinearInputs { q, k, v, log_decay }, beta, before.map(tensor))
     }
 
     /// y and the state after the last token, with what [`Op::cpu_backward`] takes: the inputs, r, w and, if it is not
@@ -247,12 +248,14 @@ impl DeltaAttention {
         before: Option<&FlexTensor>,
         needs: [bool; 5],
     ) -> (Forward<FlexTensor>, FlexTensor) {
+        // The backward pass reads them too.
+        let inputs = inputs.each_ref().map(contiguous);
         let [q, k, v, beta, log_decay] = inputs.clone();
         let of_values = [k.clone(), v, beta, log_decay.clone()];
         let (w, reads) = self.values().run(&of_values, before);
         let [output, after] = self.linear().run(&[q, k, w.clone(), log_decay], before);
         let saved = match needs.contains(&true) {
-            true => inputs.iter().cloned().chain([reads, w]).chain(before.cloned()).collect(),
+            true => inputs.into_iter().chain([reads, w]).chain(before.cloned()).collect(),
             false => vec![],
         };
         (Forward { output, saved }, after)
@@ -265,7 +268,7 @@ impl Op<5> for DeltaAttention {
         inputs: [FloatTensor<B>; 5],
         _ints: &[IntTensor<B>],
     ) -> FloatTensor<B> {
-        primitive(self.by_operations::<B>(inputs, None).0)
+        primitive(self.by_reference::<B>(inputs, None).0)
     }
 
     fn cpu_forward(
@@ -324,7 +327,7 @@ impl StateOp<5> for DeltaAttention {
         _ints: &[IntTensor<B>],
         before: FloatTensor<B>,
     ) -> [FloatTensor<B>; 2] {
-        let (y, after) = self.by_operations::<B>(inputs, Some(before));
+        let (y, after) = self.by_reference::<B>(inputs, Some(before));
         [primitive(y), primitive(after)]
     }
 

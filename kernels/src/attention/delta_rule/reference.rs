@@ -9,20 +9,14 @@ use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
 
 impl CorrectedValues {
-    /// w `[batch, kv_heads, seq_len, value_dim]` of k, v, β and the log decays, where `start` is the state before the
-    /// first token, `[batch · kv_heads, head_dim, value_dim]`, 0 if `None`.
+    /// w `[rows, seq_len, value_dim]` of k, v, β and the log decays by row, where `start` is the state before the first
+    /// token, `[rows, head_dim, value_dim]`, 0 if `None`. A row is a kv head of a sequence.
     pub(super) fn forward<B: OpBackend>(
         &self,
-        inputs: [Tensor<B, 4>; 4],
+        inputs: [Tensor<B, 3>; 4],
         start: Option<Tensor<B, 3>>,
-    ) -> Tensor<B, 4> {
-        let shape = inputs[1].dims();
-        let [batch, kv_heads, seq_len, _] = shape;
-        let rows = batch * kv_heads;
-        let inputs = inputs.map(|x| {
-            let channels = x.dims()[3];
-            x.reshape([rows, seq_len, channels])
-        });
+    ) -> Tensor<B, 3> {
+        let [rows, seq_len, _] = inputs[0].dims();
         let size = self.chunk.min(seq_len.next_power_of_two());
         // Padding neither decays nor enters the state: its β is 0.
         let padded = inputs.map(|x| pad(x, seq_len.next_multiple_of(size)));
@@ -35,7 +29,7 @@ impl CorrectedValues {
             keys: k * to_end,
             decay: log_decay.sum_dim(1).exp(),
         };
-        chunks.values(rows, start).narrow(1, 0, seq_len).reshape(shape)
+        chunks.values(rows, start).narrow(1, 0, seq_len)
     }
 }
 

@@ -1,21 +1,25 @@
 //! Gated linear attention (Yang et al., "Gated linear attention transformers with
 //! hardware-efficient training", 2024; Katharopoulos et al., "Transformers are RNNs", 2020).
 //!
-//! S_t = Diag(α_t) S_{t−1} + k_t v_tᵀ, y_t = S_tᵀ q_t / √head_dim (Yang et al., equation 3), without
-//! a feature map or a normaliser; o_t = RMSNorm(y_t) per head with one learned scale per channel
-//! (§4.4). The gate α is
+//! S_t = Diag(α_t) S_{t−1} + k_t v_tᵀ, y_t = S_tᵀ q_t / √head_dim (Yang et al., equation 3), and
+//! o_t = RMSNorm(y_t) per head with one learned scale per channel (§4.4). The gate α is
 //!
 //! - `diagonal`: per kv head and key channel, ln α_t = ln σ(W_b W_a x_t + b)/16, of rank 16, initially
 //!   b = 0 (§4.4);
 //! - `scalar`: per kv head, ln α_t = ln σ(w·x_t + b), as in Mamba-2;
 //! - `none`: α = 1 (Katharopoulos et al., equation 18).
 //!
+//! With `feature_map = "elu"`, φ(x) = elu(x) + 1 of q and k takes their places, and with `normalise` the weights of
+//! values sum to 1 (Katharopoulos et al., equations 7 and 9; the authors add 1e-6 to the sum):
+//! o_t = Σ_{s≤t} w_ts v_s / (Σ_{s≤t} w_ts + 1e-6), where w_ts = Σ_n φ(q_t)_n φ(k_s)_n α_{s+1,n} ⋯ α_{t,n}. The sum is
+//! that of one more channel of values, which is 1.
+//!
 //! Training runs in chunks (§4.1). Chunks are halved recursively: at each level the queries of a second
 //! half read the keys of the first half, both decayed to the boundary between the halves. Every factor is
 //! at most 1 and log decays are only added, so any decay is accurate to rounding; §4.3 does this at two
 //! levels and with a bounded decay.
 //!
-//! Parameters: the projection `gate`; `norm`, head_dim elements, initially 1.
+//! Parameters: the projection `gate`; `norm`, head_dim elements, initially 1, without `normalise`.
 //!
 //! # Choices where the sources are silent
 //! - The scalar gate starts at the decays of retention (Sun et al., 2023, equation 8): 1 − 2^(−5−n)
@@ -24,8 +28,8 @@
 //!
 //! On CUDA kernels serve all gates in bf16 (`docs/chunked.md`).
 //!
-//! Decoding keeps S, kv_heads · head_dim² elements at any length. A token costs 2·head_dim² FLOPs per
-//! query head and 3·head_dim² per kv head.
+//! Decoding keeps S, kv_heads · head_dim² elements at any length, with `normalise` kv_heads · head_dim ·
+//! (head_dim + 16). A token costs 2·head_dim² FLOPs per query head and 3·head_dim² per kv head.
 
 pub(super) mod cpu;
 pub(super) mod reference;
@@ -39,7 +43,7 @@ use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use self::reference::LinearInputs;
-use super::chunked::{self, Decays, Grads, Rows, Update};
+use super::chunked::{self, Decays, Grads, NewTokens, Update};
 use super::per_token::channel_decay::decay_of_gate;
 use super::recurrent::{forget_at_starts, run_rows, validate_chunk};
 use super::rotation::{Rotation, Scaling, rotate};
@@ -49,8 +53,10 @@ use super::{
     ParameterSpec, ProjectionSpec, Variant, VariantSpec,
 };
 use crate::backend::{Forward, Op, OpBackend, StateOp, primitive, tensor};
+use crate::cpu::contiguous;
 use crate::cuda::CudaTensor;
 use crate::device::DeviceKind;
+use crate::ops::activation::elu_plus_one;
 use crate::ops::rms_norm::rms_norm;
 
 /// Added to the mean square of an output.
@@ -61,6 +67,23 @@ const TEMPERATURE: f32 = 16.0;
 
 /// Inner channels of the diagonal gate's projection (Yang et al., §4.4).
 const RANK: usize = 16;
+
+/// Added to the sum of weights, as in the released code of Katharopoulos et al.
+const SUM_EPS: f32 = 1e-6;
+
+/// Channels that values get with `normalise`: one of ones, and zeros, since kernels take channels by 16.
+const SUM_CHANNELS: usize = 16;
+
+/// What projects q and k.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum FeatureMap {
+    /// Nothing.
+    #[default]
+    Identity,
+    /// elu(x) + 1, which is positive.
+    Elu,
+}
 
 /// The gate that decays the state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -84,6 +107,11 @@ pub struct Config {
     /// Tokens per chunk, a power of two from 16 to 256; default 64. It changes speed and memory, not
     /// results. Kernels on CUDA have chunks of 64.
     pub chunk: usize,
+    /// What projects q and k after their rotation: `"identity"` (default) or `"elu"`, elu(x) + 1.
+    pub feature_map: FeatureMap,
+    /// Divide by the sum of the weights of values, in place of RMSNorm; default false. Needs a positive
+    /// feature map.
+    pub normalise: bool,
     /// Rotate q and k; default false.
     pub rope: bool,
     /// Base of the rotary angles, above 1; default 10,000.
@@ -97,6 +125,8 @@ impl Default for Config {
         Config {
             gate: Gate::Diagonal,
             chunk: 64,
+            feature_map: FeatureMap::Identity,
+            normalise: false,
             rope: false,
             theta: 10_000.0,
             scaling: Scaling::None {},
@@ -156,8 +186,22 @@ impl Config {
         first: usize,
     ) -> LinearInputs<B> {
         let [batch, _, seq_len, _] = q.dims();
-        let [q, k] = rotate(self.rotation(), [q, k], first);
-        let q = q * shape.scale();
+        let mut v = v;
+        let [mut q, mut k] = rotate(self.rotation(), [q, k], first);
+        if self.feature_map == FeatureMap::Elu {
+            [q, k] = [q, k].map(elu_plus_one);
+        }
+        if self.normalise {
+            let [batch, kv_heads, seq_len, _] = v.dims();
+            let sums = Tensor::ones([batch, kv_heads, seq_len, 1], (&v.device(), v.dtype()));
+            let rest = Tensor::zeros(
+                [batch, kv_heads, seq_len, SUM_CHANNELS - 1],
+                (&v.device(), v.dtype()),
+            );
+            v = Tensor::cat(vec![v, sums, rest], 3);
+        } else {
+            q = q * shape.scale();
+        }
         let kv_heads = shape.kv_heads;
         let log_decay = match logits {
             Some(logits) => self.log_decay(kv_heads, logits, documents),
@@ -170,6 +214,22 @@ impl Config {
     }
 }
 
+impl Config {
+    /// Channels of values with those for the sum of their weights.
+    fn channels(&self, shape: &AttentionShape) -> usize {
+        shape.head_dim + if self.normalise { SUM_CHANNELS } else { 0 }
+    }
+
+    /// The outputs of the operation's y.
+    fn finish<B: OpBackend>(&self, y: Tensor<B, 4>, parameters: &[Tensor<B, 1>]) -> Tensor<B, 4> {
+        if !self.normalise {
+            return rms_norm(y, parameters[0].clone(), EPS);
+        }
+        let values = y.dims()[3] - SUM_CHANNELS;
+        y.clone().narrow(3, 0, values) / (y.narrow(3, values, 1) + SUM_EPS)
+    }
+}
+
 impl VariantSpec for Config {
     const SOURCE: &'static str = "gated linear attention (Yang et al., 2024)";
 
@@ -178,14 +238,19 @@ impl VariantSpec for Config {
     fn serves(&self, kernel: Kernel, shape: &AttentionShape, _batch: usize) -> bool {
         match kernel.device {
             DeviceKind::Cpu => true,
-            DeviceKind::Cuda => {
-                chunked::serves(kernel.dtype, shape.head_dim, self.value_dim(shape))
-            }
+            DeviceKind::Cuda => chunked::serves(kernel.dtype, shape.head_dim, self.channels(shape)),
         }
     }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         validate_chunk(key, self.chunk, problems);
+        problems.check(
+            !self.normalise || self.feature_map != FeatureMap::Identity,
+            format!("{key}.normalise"),
+            self.normalise,
+            "false with feature_map = \"identity\", whose weights may be negative",
+            "set feature_map = \"elu\"",
+        );
         if let Some(rotation) = self.rotation() {
             rotation.validate(key, "rope = false", shape.head_dim, problems);
         }
@@ -219,7 +284,9 @@ impl VariantSpec for Config {
     }
 
     fn parameters(&self, shape: &AttentionShape) -> Vec<ParameterSpec> {
-        vec![ParameterSpec { name: "norm", elements: shape.head_dim, init: Init::Constant(1.0) }]
+        let norm =
+            ParameterSpec { name: "norm", elements: shape.head_dim, init: Init::Constant(1.0) };
+        if self.normalise { vec![] } else { vec![norm] }
     }
 
     fn saved_bytes_per_token(
@@ -229,7 +296,19 @@ impl VariantSpec for Config {
         path: ExecPath,
         dtype: DType,
     ) -> f64 {
-        let channels = Channels::of(self, shape);
+        let mut channels = Channels::of(self, shape);
+        let mut around = 0.0;
+        if self.feature_map != FeatureMap::Identity {
+            // What the feature map is applied to.
+            around += channels.q + channels.k;
+        }
+        if self.normalise {
+            // The quotient.
+            around += channels.o;
+            channels.v += (SUM_CHANNELS * shape.kv_heads) as f64;
+            channels.o += (SUM_CHANNELS * shape.heads) as f64;
+        }
+        let around = around * path.saved_size(dtype);
         if let ExecPath::Kernel(device) = path {
             let decays = self.decays();
             let saved = self.op().saved_by_kernel(decays, &channels, shape, device);
@@ -238,9 +317,9 @@ impl VariantSpec for Config {
                 Decays::PerChannel => (dtype.size() as f64 + 4.0) * channels.k,
                 Decays::PerToken => 0.0,
             };
-            return channels.by_kernel(dtype) + saved + gates;
+            return channels.by_kernel(dtype) + saved + gates + around;
         }
-        channels.in_f32() + self.op().saved_by_reference(&channels, shape, seq_len)
+        around + channels.in_f32() + self.op().saved_by_reference(&channels, shape, seq_len)
     }
 
     fn has_retention(&self) -> bool {
@@ -248,11 +327,13 @@ impl VariantSpec for Config {
     }
 
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
-        self.op().flops_per_token(shape, self.value_dim(shape), seq_len)
+        // The sum is one more channel.
+        let values = self.value_dim(shape) + usize::from(self.normalise);
+        self.op().flops_per_token(shape, values, seq_len)
     }
 
     fn state_elements(&self, shape: &AttentionShape, _seq_len: usize) -> u64 {
-        (shape.kv_heads * shape.head_dim * shape.head_dim) as u64
+        (shape.kv_heads * shape.head_dim * self.channels(shape)) as u64
     }
 
     fn state_dtype(&self, _path: ExecPath, _dtype: DType) -> DType {
@@ -272,8 +353,7 @@ impl Variant for Config {
     ) -> Tensor<B, 4> {
         let logits = projections.into_iter().next();
         let inputs = self.inputs(shape, [q, k, v], logits, documents, 0);
-        let y = self.op().attend(inputs, None, None, path);
-        rms_norm(y, parameters[0].clone(), EPS)
+        self.finish(self.op().attend(inputs, None, None, path), &parameters)
     }
 
     fn attend_from<B: OpBackend>(
@@ -286,8 +366,7 @@ impl Variant for Config {
     ) -> Tensor<B, 4> {
         let logits = projections.into_iter().next();
         let inputs = self.inputs(shape, [q, k, v], logits, documents, 0);
-        let y = self.op().attend(inputs, None, Some(state), path);
-        rms_norm(y, parameters[0].clone(), EPS)
+        self.finish(self.op().attend(inputs, None, Some(state), path), &parameters)
     }
 
     fn log_retention<B: OpBackend>(
@@ -320,7 +399,7 @@ impl Variant for Config {
         let inputs = self.inputs(shape, [q, k, v], logits, None, state.position);
         let (y, sums) = self.op().extend(inputs, None, state.sums.take(), path);
         *state = State { sums: Some(sums), position: state.position + tokens };
-        rms_norm(y, parameters[0].clone(), EPS)
+        self.finish(y, &parameters)
     }
 }
 
@@ -366,7 +445,7 @@ impl GatedLinear {
     ) -> (Tensor<B, 4>, Tensor<B, 3>) {
         let LinearInputs { q, k, v, log_decay } = inputs;
         if path == ExecPath::Kernel(DeviceKind::Cuda) {
-            return Rows { q, k, v, log_decay, beta }.extend(Update::Additive, start);
+            return NewTokens { q, k, v, log_decay, beta }.extend(Update::Additive, start);
         }
         let v = match beta {
             Some(beta) => v * beta,
@@ -470,7 +549,9 @@ impl<const N: usize> Op<N> for GatedLinear {
         _ints: &[FlexTensor],
         needs: [bool; N],
     ) -> Option<Forward<FlexTensor>> {
-        let [output, _] = self.run(&Self::of_weighted(inputs), None);
+        // The backward pass reads them too.
+        let inputs = inputs.each_ref().map(contiguous);
+        let [output, _] = self.run(&Self::of_weighted(&inputs), None);
         let saved = if needs.contains(&true) { inputs.to_vec() } else { vec![] };
         Some(Forward { output, saved })
     }
@@ -536,7 +617,8 @@ impl<const N: usize> StateOp<N> for GatedLinear {
         before: &FlexTensor,
         needs: [bool; N],
     ) -> Option<(Forward<FlexTensor>, FlexTensor)> {
-        let [output, after] = self.run(&Self::of_weighted(inputs), Some(before));
+        let inputs = inputs.each_ref().map(contiguous);
+        let [output, after] = self.run(&Self::of_weighted(&inputs), Some(before));
         let saved = match needs.contains(&true) {
             true => inputs.iter().chain([before]).cloned().collect(),
             false => vec![],

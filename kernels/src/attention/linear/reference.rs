@@ -30,7 +30,8 @@ impl<B: OpBackend> LinearInputs<B> {
         [batch * kv_heads, d, values]
     }
 
-    fn by_row(self) -> RowInputs<B> {
+    /// By row.
+    pub fn by_row(self) -> RowInputs<B> {
         let LinearInputs { q, k, v, log_decay } = self;
         let ([batch, heads, seq_len, d], kv_heads) = (q.dims(), k.dims()[1]);
         let of = |x: Tensor<B, 4>| {
@@ -47,11 +48,11 @@ impl<B: OpBackend> LinearInputs<B> {
 }
 
 /// [`LinearInputs`] by row: q `[rows, group, seq_len, head_dim]`, the others `[rows, seq_len, …]`.
-struct RowInputs<B: OpBackend> {
-    q: Tensor<B, 4>,
-    k: Tensor<B, 3>,
-    v: Tensor<B, 3>,
-    log_decay: Tensor<B, 3>,
+pub struct RowInputs<B: OpBackend> {
+    pub q: Tensor<B, 4>,
+    pub k: Tensor<B, 3>,
+    pub v: Tensor<B, 3>,
+    pub log_decay: Tensor<B, 3>,
 }
 
 /// The segments of `size` tokens at index `side` in each run of `of` segments:
@@ -184,26 +185,25 @@ impl GatedLinear {
         start: Option<Tensor<B, 3>>,
     ) -> (Tensor<B, 4>, Tensor<B, 3>) {
         let ([batch, heads, seq_len, _], [.., values]) = (inputs.q.dims(), inputs.v.dims());
+        let start = match start {
+            Some(state) if seq_len == 1 => {
+                let LinearInputs { q, k, v, log_decay } = inputs;
+                let token = Token { q, k, v, log_decay, corrections: Corrections::None };
+                return token.advance(state);
+            }
+            start => start,
+        };
         let (y, state) = self.forward_rows(inputs.by_row(), start);
         (y.reshape([batch, heads, seq_len, values]), state)
     }
 
-    fn forward_rows<B: OpBackend>(
+    /// As [`GatedLinear::forward`], by row: y is `[rows, group, seq_len, value_dim]`.
+    pub fn forward_rows<B: OpBackend>(
         &self,
         rows: RowInputs<B>,
         start: Option<Tensor<B, 3>>,
     ) -> (Tensor<B, 4>, Tensor<B, 3>) {
-        let [n, group, seq_len, d] = rows.q.dims();
-        let start = match start {
-            Some(state) if seq_len == 1 => {
-                let RowInputs { q, k, v, log_decay } = rows;
-                let q = q.reshape([n, group, d]);
-                let token = Token { q, k, v, log_decay, corrections: Corrections::None };
-                let (y, state) = token.advance(state);
-                return (y.unsqueeze_dim(2), state);
-            }
-            start => start,
-        };
+        let [n, group, seq_len, _] = rows.q.dims();
         let size = self.size(seq_len);
         let rows = rows.padded(seq_len.next_multiple_of(size));
         let chunks = DecayedChunks::new(&rows, size);

@@ -4,10 +4,15 @@ mod length;
 
 use longwall_config::Problems;
 
-use super::{Config, EPS, Gate};
+use super::{Config, EPS, FeatureMap, Gate, SUM_EPS};
 use crate::attention::conformance::{Conformance, YARN, rotated_and_scaled};
 use crate::attention::{AttentionShape, Init, VariantSpec};
 use crate::testing::Tensor64;
+
+/// With weights that sum to 1.
+fn normalised() -> Config {
+    Config { feature_map: FeatureMap::Elu, normalise: true, ..Config::default() }
+}
 
 /// The recurrence, one step at a time.
 impl Conformance for Config {
@@ -17,7 +22,10 @@ impl Conformance for Config {
             default.clone(),
             Config { gate: Gate::Scalar, rope: true, scaling: YARN, ..default.clone() },
             Config { gate: Gate::None, chunk: 16, ..default.clone() },
-            Config { chunk: 16, ..default },
+            Config { chunk: 16, ..default.clone() },
+            Config { gate: Gate::None, ..normalised() },
+            Config { feature_map: FeatureMap::Elu, ..default },
+            normalised(),
         ]
     }
 
@@ -28,6 +36,7 @@ impl Conformance for Config {
             Config { gate: Gate::Scalar, rope: true, scaling: YARN, ..default.clone() },
             Config { gate: Gate::None, chunk: 16, ..default.clone() },
             Config { gate: Gate::Diagonal, ..default },
+            Config { gate: Gate::Scalar, rope: true, ..normalised() },
         ]
     }
 
@@ -48,12 +57,19 @@ impl Conformance for Config {
     ) -> Tensor64 {
         let [q, k, v, rest @ ..] = inputs else { panic!("q, k and v") };
         let (d, kv_heads) = (shape.head_dim, shape.kv_heads);
-        let norm = &rest[rest.len() - 1];
+        let norm = rest.last();
         let rotate = |x: &Tensor64| match self.rope {
             true => rotated_and_scaled(x, self.theta, self.scaling, d),
             false => x.clone(),
         };
-        let (q, k) = (rotate(q), rotate(k));
+        let features = |x: &Tensor64| {
+            let mut x = rotate(x);
+            if self.feature_map == FeatureMap::Elu {
+                x.data.iter_mut().for_each(|x| *x = x.max(0.0) + x.min(0.0).exp());
+            }
+            x
+        };
+        let (q, k) = (features(q), features(k));
         let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
         let gate = |b: usize, h: usize, t: usize, n: usize| match self.gate {
             Gate::None => 1.0,
@@ -64,22 +80,33 @@ impl Conformance for Config {
         let [batch, heads, seq_len, _] = q.shape[..] else { panic!("q has 4 dimensions") };
         for (b, h) in (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h))) {
             let kv = h / (heads / kv_heads);
-            let mut state = vec![vec![0.0; d]; d];
+            // The last channel is that of the sum of weights.
+            let mut state = vec![vec![0.0; d + 1]; d];
             for t in 0..seq_len {
                 if documents[b][t] == t {
-                    state = vec![vec![0.0; d]; d];
+                    state = vec![vec![0.0; d + 1]; d];
                 }
-                let mut y = vec![0.0; d];
+                let mut y = vec![0.0; d + 1];
                 for (n, state) in state.iter_mut().enumerate() {
                     for (m, s) in state.iter_mut().enumerate() {
-                        *s = gate(b, kv, t, n) * *s + k.at(&[b, kv, t, n]) * v.at(&[b, kv, t, m]);
-                        y[m] += q.at(&[b, h, t, n]) / (d as f64).sqrt() * *s;
+                        let v = if m < d { v.at(&[b, kv, t, m]) } else { 1.0 };
+                        *s = gate(b, kv, t, n) * *s + k.at(&[b, kv, t, n]) * v;
+                        y[m] += q.at(&[b, h, t, n]) * *s;
                     }
                 }
+                let sum = y.pop().expect("the sum of weights");
+                let of = |m: usize| ((b * heads + h) * seq_len + t) * d + m;
+                if self.normalise {
+                    for (m, y) in y.iter().enumerate() {
+                        out.data[of(m)] = y / (sum + f64::from(SUM_EPS));
+                    }
+                    continue;
+                }
+                y.iter_mut().for_each(|y| *y /= (d as f64).sqrt());
                 let square = y.iter().map(|y| y * y).sum::<f64>() / d as f64;
                 for (m, y) in y.iter().enumerate() {
-                    let o = y / (square + f64::from(EPS)).sqrt() * norm.at(&[m]);
-                    out.data[((b * heads + h) * seq_len + t) * d + m] = o;
+                    let scale = norm.expect("the norm's scales").at(&[m]);
+                    out.data[of(m)] = y / (square + f64::from(EPS)).sqrt() * scale;
                 }
             }
         }
@@ -94,6 +121,10 @@ fn problems_name_key_value_and_remedy() {
     Config { chunk: 48, rope: true, ..Config::default() }.validate("a", &shape, &mut problems);
     let keys: Vec<_> = problems.as_slice().iter().map(|x| x.key.as_str()).collect();
     assert_eq!(keys, ["a.chunk", "model.head_dim"]);
+    let mut problems = Problems::new();
+    Config { normalise: true, ..Config::default() }.validate("a", &shape, &mut problems);
+    let keys: Vec<_> = problems.as_slice().iter().map(|x| x.key.as_str()).collect();
+    assert_eq!(keys, ["a.normalise"]);
     let mut problems = Problems::new();
     Config::default().validate("a", &shape, &mut problems);
     assert_eq!(problems.as_slice(), []);

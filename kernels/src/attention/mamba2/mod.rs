@@ -198,9 +198,10 @@ impl VariantSpec for Config {
             ExecPath::Reference => self.linear().saved_by_reference(&channels, shape, seq_len),
         };
         if path == ExecPath::Kernel(DeviceKind::Cuda) {
-            // q and k for every head of v, v as it comes and for every head, y, the gate and the result; in f32 the
-            // norm's input and, where heads are normalised by groups, its result before the scales.
-            let elements = keys + channels.v + 4.0 * channels.o;
+            // q and k for every head of v, v for every head and, if heads share one, as it comes, y, the gate and the
+            // result; in f32 the norm's input and, where heads are normalised by groups, its result before the scales.
+            let shared = if shape.group() > 1 { channels.v } else { 0.0 };
+            let elements = keys + shared + 4.0 * channels.o;
             let norms = if self.key_heads == 1 { 1.0 } else { 2.0 };
             return dtype.size() as f64 * elements + 4.0 * norms * channels.o + saved;
         }

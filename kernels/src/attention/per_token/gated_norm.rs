@@ -125,7 +125,7 @@ impl Op<3> for GatedNorm {
         assert_eq!(dims(&grad), tokens.shape(), "the shape of the gradient");
         assert_eq!(grad.dtype, y.dtype, "types of y and of the gradient");
         let (grad, of_gate) = (in_chunks(&grad), view_by_head(gate, tokens.heads));
-        let (d_y, d_gate) = (empty(y, &tokens.shape(), y.dtype), tokens.empty_by_token(y));
+        let [d_y, d_gate] = [(); 2].map(|()| tokens.empty_by_token(y));
         let rows = tokens.blocks(MOST_PARTS) * tokens.heads;
         let parts = empty(y, &[rows, tokens.channels], DType::F32);
         // SAFETY: as above; a block writes its part.

@@ -104,8 +104,7 @@ impl Op<4> for GatedSkip {
         assert_eq!(dims(&grad), tokens.shape(), "the shape of the gradient");
         assert_eq!(grad.dtype, DType::F32, "the type of the gradient");
         let grad = in_chunks(&grad);
-        let [d_y, d_v] = [(); 2].map(|()| empty(y, &tokens.shape(), y.dtype));
-        let d_gate = tokens.empty_by_token(y);
+        let [d_y, d_v, d_gate] = [(); 3].map(|()| tokens.empty_by_token(y));
         let parts = empty(y, &[tokens.blocks(MOST_PARTS), tokens.heads], DType::F32);
         // SAFETY: as above; a block writes its part.
         unsafe {

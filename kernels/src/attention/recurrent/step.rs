@@ -18,32 +18,63 @@ use crate::cuda::{CudaTensor, buffer, contiguous, empty};
 use crate::ops::cuda::{as_u32, dim, dims, elements, nothing};
 use crate::ops::matmul::MatMul;
 
-/// A token of all rows. A row is a kv head of a sequence.
+/// A token of each sequence.
 #[derive(Clone, Debug)]
 pub struct Token<B: OpBackend> {
-    /// Scaled, `[rows, group, head_dim]`.
-    pub q: Tensor<B, 3>,
-    /// `[rows, 1, head_dim]`
-    pub k: Tensor<B, 3>,
-    /// `[rows, 1, value_dim]`
-    pub v: Tensor<B, 3>,
-    /// ln α, `[rows, 1, 1 or head_dim]`.
-    pub log_decay: Tensor<B, 3>,
+    /// Scaled, `[batch, heads, 1, head_dim]`.
+    pub q: Tensor<B, 4>,
+    /// `[batch, kv_heads, 1, head_dim]`
+    pub k: Tensor<B, 4>,
+    /// `[batch, kv_heads, 1, value_dim]`
+    pub v: Tensor<B, 4>,
+    /// ln α, `[batch, kv_heads, 1, 1 or head_dim]`.
+    pub log_decay: Tensor<B, 4>,
     /// How it corrects the state; of one token.
-    pub corrections: Corrections<Tensor<B, 3>>,
+    pub corrections: Corrections<Tensor<B, 4>>,
 }
 
 impl<B: OpBackend> Token<B> {
-    /// y `[rows, group, value_dim]`, and the state after the token; `state` `[rows, head_dim, value_dim]` is that
-    /// before it.
-    pub fn advance(self, state: Tensor<B, 3>) -> (Tensor<B, 3>, Tensor<B, 3>) {
+    /// y `[batch, heads, 1, value_dim]`, and the state after the token; `state` `[batch · kv_heads, head_dim,
+    /// value_dim]` is that before it.
+    pub fn advance(self, state: Tensor<B, 3>) -> (Tensor<B, 4>, Tensor<B, 3>) {
+        let Token { q, k, v, log_decay, corrections } = self;
+        let ([batch, heads, _, d], [_, kv_heads, _, values]) = (q.dims(), v.dims());
+        let rows = batch * kv_heads;
+        let by_row = |x: Tensor<B, 4>| {
+            let channels = x.dims()[3];
+            x.reshape([rows, 1, channels])
+        };
+        let token = RowToken {
+            q: q.reshape([rows, heads / kv_heads, d]),
+            k: by_row(k),
+            v: by_row(v),
+            log_decay: by_row(log_decay),
+            corrections: corrections.map(by_row),
+        };
+        let (y, state) = token.advance(state);
+        (y.reshape([batch, heads, 1, values]), state)
+    }
+}
+
+/// A token of all rows. A row is a kv head of a sequence: q `[rows, group, head_dim]`, the others `[rows, 1, …]`.
+struct RowToken<B: OpBackend> {
+    q: Tensor<B, 3>,
+    k: Tensor<B, 3>,
+    v: Tensor<B, 3>,
+    log_decay: Tensor<B, 3>,
+    corrections: Corrections<Tensor<B, 3>>,
+}
+
+impl<B: OpBackend> RowToken<B> {
+    /// y `[rows, group, value_dim]`, and the state after the token.
+    fn advance(self, state: Tensor<B, 3>) -> (Tensor<B, 3>, Tensor<B, 3>) {
         let (q, elements) = (primitive(self.q.clone()), state.shape().num_elements());
         if self.q.dtype() == DType::F32 && elements > 0 && B::into_cuda(q).is_some() {
             let on_cuda = |x: Tensor<B, 3>| {
                 let x = B::into_cuda(primitive(x)).expect("all of a token is where q is");
                 contiguous(&x)
             };
-            let Token { q, k, v, log_decay, corrections } = self;
+            let RowToken { q, k, v, log_decay, corrections } = self;
             let qkv = [q, k, v].map(on_cuda);
             let corrections = corrections.map(on_cuda);
             let results = by_kernel(qkv, &on_cuda(log_decay), &corrections, &on_cuda(state));
@@ -54,7 +85,7 @@ impl<B: OpBackend> Token<B> {
     }
 
     fn by_operations(self, state: Tensor<B, 3>) -> (Tensor<B, 3>, Tensor<B, 3>) {
-        let Token { q, k, v, log_decay, corrections } = self;
+        let RowToken { q, k, v, log_decay, corrections } = self;
         let removed = match &corrections {
             Corrections::Vectors { removal, .. } => Some(removal.clone().mm(state.clone())),
             _ => None,
@@ -272,7 +303,7 @@ mod tests {
         (0..len).map(|i| (i as f64 * 0.731 + phase).sin()).collect()
     }
 
-    fn tensor_of<B: OpBackend>(x: &[f64], shape: [usize; 3]) -> Tensor<B, 3> {
+    fn tensor_of<B: OpBackend, const D: usize>(x: &[f64], shape: [usize; D]) -> Tensor<B, D> {
         let data: Vec<f32> = x.iter().map(|&x| x as f32).collect();
         Tensor::from_data(TensorData::new(data, shape), &Default::default())
     }
@@ -314,20 +345,21 @@ mod tests {
 
         let corrections = match update {
             Update::Additive => Corrections::None,
-            Update::Delta => Corrections::Weights(tensor_of(&beta, [rows, 1, 1])),
+            Update::Delta => Corrections::Weights(tensor_of(&beta, [rows, 1, 1, 1])),
             Update::Replace => Corrections::Vectors {
-                removal: tensor_of(&z, [rows, 1, d]),
-                correction: tensor_of(&b, [rows, 1, d]),
+                removal: tensor_of(&z, [rows, 1, 1, d]),
+                correction: tensor_of(&b, [rows, 1, 1, d]),
             },
         };
         let token = Token::<B> {
-            q: tensor_of(&q, [rows, group, d]),
-            k: tensor_of(&k, [rows, 1, d]),
-            v: tensor_of(&v, [rows, 1, values]),
-            log_decay: tensor_of(&log_decay, [rows, 1, channels]),
+            q: tensor_of(&q, [rows, group, 1, d]),
+            k: tensor_of(&k, [rows, 1, 1, d]),
+            v: tensor_of(&v, [rows, 1, 1, values]),
+            log_decay: tensor_of(&log_decay, [rows, 1, 1, channels]),
             corrections,
         };
         let (got_y, got_end) = token.advance(tensor_of(&state, [rows, d, values]));
+        let got_y = got_y.reshape([rows, group, values]);
         for (what, got, want) in [("y", got_y, y), ("the state", got_end, end)] {
             let largest = want.iter().fold(0f64, |most, x| most.max(x.abs()));
             for (got, want) in got.into_data().iter::<f64>().zip(&want) {

@@ -92,24 +92,13 @@ pub(super) fn wkv<B: OpBackend>(
 
 /// [`wkv`] of one token.
 fn step<B: OpBackend>(inputs: WkvInputs<B>, state: Tensor<B, 4>) -> (Tensor<B, 4>, Tensor<B, 4>) {
-    let ([batch, heads, _, head_dim], kv_heads) = (inputs.r.dims(), inputs.key.dims()[1]);
-    let value_dim = inputs.v.dims()[3];
-    let rows = batch * kv_heads;
-    let of = |x: Tensor<B, 4>| {
-        let channels = x.dims()[3];
-        x.reshape([rows, 1, channels])
-    };
-    let WkvInputs { r, log_decay, removal, correction, key, v } = inputs;
-    let token = Token {
-        q: r.reshape([rows, heads / kv_heads, head_dim]),
-        k: of(key),
-        v: of(v),
-        log_decay: of(log_decay),
-        corrections: Corrections::Vectors { removal: of(removal), correction: of(correction) },
-    };
-    let (y, end) = token.advance(state.reshape([rows, head_dim, value_dim]));
-    let y = y.reshape([batch, heads, 1, value_dim]);
-    (y, end.reshape([batch, kv_heads, head_dim, value_dim]))
+    let WkvInputs { r: q, log_decay, removal, correction, key: k, v } = inputs;
+    let shape = state.dims();
+    let [batch, kv_heads, head_dim, value_dim] = shape;
+    let corrections = Corrections::Vectors { removal, correction };
+    let token = Token { q, k, v, log_decay, corrections };
+    let (y, end) = token.advance(state.reshape([batch * kv_heads, head_dim, value_dim]));
+    (y, end.reshape(shape))
 }
 
 /// Halves the tokens recursively until they fit, and runs the parts in order. (Slicing parts off one by

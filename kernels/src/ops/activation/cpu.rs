@@ -14,6 +14,7 @@ pub fn activation(kind: Activation, x: &FlexTensor) -> [FlexTensor; 2] {
         Activation::ReluSquared => map([&x], |[x]| relu_value(x) * relu_value(x)),
         Activation::Silu => map([&x], |[x]| silu_value(x)),
         Activation::LogSigmoid => map([&x], |[x]| log_sigmoid_value(x)),
+        Activation::EluPlusOne => map([&x], |[x]| exp_or(x, x + 1.0)),
     };
     [y, x]
 }
@@ -26,6 +27,7 @@ pub fn activation_backward(kind: Activation, x: &FlexTensor, dy: &FlexTensor) ->
         Activation::ReluSquared => map([&x, &dy], |[x, dy]| dy * 2.0 * relu_value(x)),
         Activation::Silu => map([&x, &dy], |[x, dy]| dy * silu_slope(x)),
         Activation::LogSigmoid => map([&x, &dy], |[x, dy]| dy * math::sigmoid(-x)),
+        Activation::EluPlusOne => map([&x, &dy], |[x, dy]| dy * exp_or(x, 1.0)),
     }
 }
 
@@ -86,6 +88,13 @@ pub fn silu_slope(x: f32) -> f32 {
 #[inline(always)]
 fn log_sigmoid_value(x: f32) -> f32 {
     x.min(0.0) - math::ln_1p_unit(math::exp(-x.abs()))
+}
+
+/// `other` above 0, else e^x; propagates NaN.
+#[inline(always)]
+fn exp_or(x: f32, other: f32) -> f32 {
+    let small = math::exp(x.min(0.0));
+    if x > 0.0 { other } else { small }
 }
 
 /// The tensors in one dense memory order: unchanged if they agree on one, else contiguous copies.

@@ -18,6 +18,8 @@ pub enum Function {
     Silu,
     /// ln σ(x).
     LogSigmoid,
+    /// x + 1 above 0, else e^x.
+    EluPlusOne,
 }
 
 /// σ(x) to a few units in the last place, with fast exponential and division.
@@ -57,6 +59,16 @@ fn relu(x: f32) -> f32 {
     y
 }
 
+/// `other` above 0, else e^x; propagates NaN.
+#[cube]
+fn exp_or(x: f32, other: f32) -> f32 {
+    let mut y = Exp::exp(x);
+    if x > 0.0 {
+        y = other;
+    }
+    y
+}
+
 /// f(x).
 #[cube]
 pub fn value(x: f32, #[comptime] function: Function) -> f32 {
@@ -66,6 +78,7 @@ pub fn value(x: f32, #[comptime] function: Function) -> f32 {
         Function::Silu => silu(x),
         // ln(1 + e^−|x|) neither overflows nor cancels.
         Function::LogSigmoid => min(x, 0.0) - f32::log1p(Exp::exp(-f32::abs(x))),
+        Function::EluPlusOne => exp_or(x, x + 1.0),
     }
 }
 
@@ -81,6 +94,7 @@ fn slope(x: f32, #[comptime] function: Function) -> f32 {
         Function::ReluSquared => 2.0 * relu(x),
         Function::Silu => silu_slope(x),
         Function::LogSigmoid => sigmoid(-x),
+        Function::EluPlusOne => exp_or(x, 1.0),
     }
 }
 

@@ -41,6 +41,11 @@ pub fn log_sigmoid<B: OpBackend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D
     activation(Activation::LogSigmoid, x)
 }
 
+/// elu(x) + 1 = x + 1 above 0, else e^x, elementwise: a positive feature map (Katharopoulos et al., 2020, equation 7).
+pub fn elu_plus_one<B: OpBackend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
+    activation(Activation::EluPlusOne, x)
+}
+
 /// Applies an activation to every element; the result has the shape of `x`.
 pub fn activation<B: OpBackend, const D: usize>(kind: Activation, x: Tensor<B, D>) -> Tensor<B, D> {
     tensor(B::run(&kind, [primitive(x)], vec![]))
@@ -66,6 +71,8 @@ pub enum Activation {
     Silu,
     /// See [`log_sigmoid`].
     LogSigmoid,
+    /// See [`elu_plus_one`].
+    EluPlusOne,
 }
 
 impl Op<1> for Activation {
@@ -92,6 +99,11 @@ impl Op<1> for Activation {
             Activation::LogSigmoid => {
                 let tail = x.clone().abs().neg().exp().log1p();
                 x.clamp_max(0.0) - tail
+            }
+            Activation::EluPlusOne => {
+                let positive = x.clone().greater_elem(0.0);
+                let tail = x.clone().mask_fill(positive.clone(), 0.0).exp();
+                tail.mask_where(positive, x + 1.0)
             }
         };
         B::float_reshape(primitive(y), shape)
@@ -145,6 +157,7 @@ impl Activation {
             Activation::ReluSquared => Function::ReluSquared,
             Activation::Silu => Function::Silu,
             Activation::LogSigmoid => Function::LogSigmoid,
+            Activation::EluPlusOne => Function::EluPlusOne,
         }
     }
 }

@@ -2,8 +2,13 @@ use super::*;
 use crate::ops::support::{Ad, assert_nan_shows, assert_views_agree, strides, values, wave};
 use crate::testing::{Case, Tensor64, check};
 
-const KINDS: [Activation; 4] =
-    [Activation::Gelu, Activation::ReluSquared, Activation::Silu, Activation::LogSigmoid];
+const KINDS: [Activation; 5] = [
+    Activation::Gelu,
+    Activation::ReluSquared,
+    Activation::Silu,
+    Activation::LogSigmoid,
+    Activation::EluPlusOne,
+];
 
 fn definition(kind: Activation, x: f64) -> f64 {
     match kind {
@@ -14,6 +19,7 @@ fn definition(kind: Activation, x: f64) -> f64 {
         Activation::ReluSquared => x.max(0.0).powi(2),
         Activation::Silu => x / (1.0 + (-x).exp()),
         Activation::LogSigmoid => x.min(0.0) - (-x.abs()).exp().ln_1p(),
+        Activation::EluPlusOne => x.max(0.0) + x.min(0.0).exp(),
     }
 }
 
@@ -60,6 +66,7 @@ fn extreme_values_stay_finite_and_a_nan_shows() {
     let x = Tensor::<Ad, 1>::from_floats([-1e6, -90.0, 90.0, 1e6], &Default::default());
     assert_eq!(values(gelu(x.clone())), [0.0, 0.0, 90.0, 1e6]);
     assert_eq!(values(silu(x.clone())), [0.0, 0.0, 90.0, 1e6]);
+    assert_eq!(values(elu_plus_one(x.clone()))[2..], [91.0, 1e6 + 1.0]);
     let tail = values(log_sigmoid(x));
     assert_eq!(tail[..2], [-1e6, -90.0]);
     assert!(tail[2..].iter().all(|&x| (-1e-30..=0.0).contains(&x)), "{tail:?}");

@@ -1,7 +1,8 @@
 //! The short causal depthwise convolution over time.
 //!
 //! A thread handles a vector of channels over a run of rows, and keeps a window of the last rows. Tap
-//! `back` multiplies the row `back` before the current one.
+//! `back` multiplies the row `back` before the current one. It reads several rows before it needs the first: a read
+//! takes longer than a row's arithmetic.
 
 use cubecl::prelude::*;
 
@@ -9,6 +10,10 @@ use crate::ops::activation::kernel::{silu, silu_slope};
 
 /// Rows per run.
 pub const RUN_ROWS: usize = 64;
+
+/// Rows that a thread reads at once, forward and backward.
+const ROWS_AHEAD: usize = 8;
+const ROWS_AHEAD_BACK: usize = 4;
 
 /// The compile-time configuration of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -48,12 +53,21 @@ pub fn forward<E: Float, W: Float, N: Size>(
         let first = run % runs * RUN_ROWS;
         let taps = taps::<W, N>(weight, column, config.taps);
         let mut window = before::<E, N>(x, row0, first, column, vectors, config.taps);
-        for t in first..min(first + RUN_ROWS, seq_len) {
-            let at = (row0 + t) * vectors + column;
-            push::<N>(&mut window, Vector::cast_from(x[at]), config.taps);
-            let reach = reach(documents, row0, t, config);
-            let z = convolve::<N>(&taps, &window, reach, config.taps);
-            y[at] = Vector::cast_from(apply::<N>(z, false, config.silu));
+        let end = min(first + RUN_ROWS, seq_len);
+        let mut t = first;
+        while t < end {
+            let rows = read::<E, N>(x, row0, t, end, column, vectors, ROWS_AHEAD);
+            let reaches = reaches(documents, row0, t, end, ROWS_AHEAD, config);
+            #[unroll]
+            for i in 0..ROWS_AHEAD {
+                push::<N>(&mut window, Vector::cast_from(rows[i]), config.taps);
+                let z = convolve::<N>(&taps, &window, reaches[i], config.taps);
+                if t + i < end {
+                    let at = (row0 + t + i) * vectors + column;
+                    y[at] = Vector::cast_from(apply::<N>(z, false, config.silu));
+                }
+            }
+            t += ROWS_AHEAD;
         }
     }
 }
@@ -100,50 +114,55 @@ pub fn backward<E: Float, W: Float, N: Size>(
             dw[i] = Vector::cast_from(0f32);
         }
         let end = min(first + RUN_ROWS, seq_len);
-        for t in first..end + last {
-            // 1. dz of row t: 0 past the sequence.
-            let at = (row0 + t) * vectors + column;
-            let mut dz = Vector::<f32, N>::cast_from(0f32);
-            let mut reach_t = 0u32;
-            if t < seq_len {
-                push::<N>(&mut window, Vector::cast_from(x[at]), config.taps);
-                reach_t = reach(documents, row0, t, config);
-                dz = Vector::cast_from(dy[at]);
+        let mut group = first;
+        while group < end + last {
+            let rows = read::<E, N>(x, row0, group, seq_len, column, vectors, ROWS_AHEAD_BACK);
+            let upstream = read::<E, N>(dy, row0, group, seq_len, column, vectors, ROWS_AHEAD_BACK);
+            let reaches_ahead =
+                self::reaches(documents, row0, group, seq_len, ROWS_AHEAD_BACK, config);
+            #[unroll]
+            for i in 0..ROWS_AHEAD_BACK {
+                // 1. dz of row t. Rows past the sequence reach none, so that nothing reads what is there.
+                let t = group + i;
+                push::<N>(&mut window, Vector::cast_from(rows[i]), config.taps);
+                let reach = select(t < seq_len, reaches_ahead[i], 0u32);
+                let mut dz = Vector::<f32, N>::cast_from(upstream[i]);
                 if config.silu {
-                    let z = convolve::<N>(&taps, &window, reach_t, config.taps);
+                    let z = convolve::<N>(&taps, &window, reach, config.taps);
                     dz *= apply::<N>(z, true, true);
                 }
-            }
-            #[unroll]
-            for i in 0..last {
-                slopes[last - i] = slopes[last - 1 - i];
-                reaches[last - i] = reaches[last - 1 - i];
-            }
-            slopes[0] = dz;
-            reaches[0] = reach_t;
-
-            // 2. The contribution to the taps' gradient, of the run's own rows.
-            if t < end {
                 #[unroll]
-                for back in 0..config.taps {
-                    if (back as u32) < reach_t {
-                        dw[back] = dw[back] + window[back] * dz;
+                for i in 0..last {
+                    slopes[last - i] = slopes[last - 1 - i];
+                    reaches[last - i] = reaches[last - 1 - i];
+                }
+                slopes[0] = dz;
+                reaches[0] = reach;
+
+                // 2. The contribution to the taps' gradient, of the run's own rows.
+                if t < end {
+                    #[unroll]
+                    for back in 0..config.taps {
+                        if (back as u32) < reach {
+                            dw[back] = dw[back] + window[back] * dz;
+                        }
                     }
                 }
-            }
 
-            // 3. dx of the row whose dz are all known now.
-            if t >= first + last {
-                let mut sum = Vector::<f32, N>::cast_from(0f32);
-                #[unroll]
-                for back in 0..config.taps {
-                    let later = comptime!(last - back);
-                    if (back as u32) < reaches[later] {
-                        sum += taps[back] * slopes[later];
+                // 3. dx of the row whose dz are all known now.
+                if t >= first + last && t < end + last {
+                    let mut sum = Vector::<f32, N>::cast_from(0f32);
+                    #[unroll]
+                    for back in 0..config.taps {
+                        let later = comptime!(last - back);
+                        if (back as u32) < reaches[later] {
+                            sum += taps[back] * slopes[later];
+                        }
                     }
+                    dx[(row0 + t - last) * vectors + column] = Vector::cast_from(sum);
                 }
-                dx[(row0 + t - last) * vectors + column] = Vector::cast_from(sum);
             }
+            group += ROWS_AHEAD_BACK;
         }
         #[unroll]
         for back in 0..config.taps {
@@ -194,6 +213,25 @@ fn before<E: Float, N: Size>(
     window
 }
 
+/// The rows from `t` on; from `end` on, the last one before it.
+#[cube]
+fn read<E: Float, N: Size>(
+    x: &Array<Vector<E, N>>,
+    row0: usize,
+    t: usize,
+    end: usize,
+    column: usize,
+    vectors: usize,
+    #[comptime] ahead: usize,
+) -> Array<Vector<E, N>> {
+    let mut rows = Array::<Vector<E, N>>::new(ahead);
+    #[unroll]
+    for i in 0..ahead {
+        rows[i] = x[(row0 + min(t + i, end - 1)) * vectors + column];
+    }
+    rows
+}
+
 /// Shifts the window by one row.
 #[cube]
 fn push<N: Size>(window: &mut Array<Vector<f32, N>>, row: Vector<f32, N>, #[comptime] taps: usize) {
@@ -205,15 +243,28 @@ fn push<N: Size>(window: &mut Array<Vector<f32, N>>, row: Vector<f32, N>, #[comp
     window[0] = row;
 }
 
-/// The number of rows from `t` backwards in t's document.
+/// The numbers of rows from each row backwards in its document, for those that [`read`] reads.
 #[cube]
-fn reach(documents: &Array<i32>, row0: usize, t: usize, #[comptime] config: ConvConfig) -> u32 {
-    let mut reach = t as u32 + 1;
-    if config.documents {
-        let start = max(documents[row0 + t], 0) as u32;
-        reach -= min(start, reach);
+fn reaches(
+    documents: &Array<i32>,
+    row0: usize,
+    t: usize,
+    end: usize,
+    #[comptime] ahead: usize,
+    #[comptime] config: ConvConfig,
+) -> Array<u32> {
+    let mut reaches = Array::<u32>::new(ahead);
+    #[unroll]
+    for i in 0..ahead {
+        let row = min(t + i, end - 1);
+        let mut reach = row as u32 + 1;
+        if config.documents {
+            let start = max(documents[row0 + row], 0) as u32;
+            reach -= min(start, reach);
+        }
+        reaches[i] = reach;
     }
-    reach
+    reaches
 }
 
 #[cube]

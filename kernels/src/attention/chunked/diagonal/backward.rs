@@ -8,7 +8,7 @@ use super::super::{CHUNK_TOKENS, CallSizes, States, THREADS};
 use super::matrices_back::{self, MatrixArraysLaunch};
 use super::output::{self, OutputArraysLaunch};
 use super::vectors_back::{self, VectorArraysLaunch};
-use super::{Corrections, Diagonal, Grads, Saved};
+use super::{Corrections, Diagonal, Grads, Saved, head_chunks, head_numbers};
 use crate::attention::flash::Heads;
 use crate::cuda::{CudaTensor, buffer, empty};
 use crate::ops::cuda::{as_u32, dim, dims, nothing};
@@ -52,9 +52,9 @@ impl Diagonal {
                 CubeCount::Static(as_u32(rows * chunks * config.parts()), 1, 1),
                 dim(THREADS),
                 OutputArraysLaunch::new(
-                    super::chunks(&saved.keys),
+                    head_chunks(&saved.keys),
                     buffer(&saved.scores, CHUNK),
-                    super::chunks(&d_o),
+                    head_chunks(&d_o),
                     buffer(&d_states, CHUNK),
                     Heads::in_place(&grads.v).pairs(),
                 ),
@@ -97,18 +97,18 @@ impl Diagonal {
                 dim(THREADS),
                 self.inputs(),
                 MatrixArraysLaunch::new(
-                    super::chunks(d_o),
-                    super::chunks(&self.v),
+                    head_chunks(d_o),
+                    head_chunks(&self.v),
                     buffer(&saved.states, CHUNK),
                     buffer(d_states, CHUNK),
                     or_nothing(corrected.map(|x| &x.transfer)),
                     or_nothing(corrected.map(|x| &x.reads)),
                     or_nothing(corrected.map(|x| &x.inverse)),
                     or_nothing(corrected.map(|x| &x.of_corrections)),
-                    super::chunks(&grads.q),
-                    super::chunks(d_removal),
-                    super::chunks(d_corrections),
-                    super::chunks(&grads.k),
+                    head_chunks(&grads.q),
+                    head_chunks(d_removal),
+                    head_chunks(d_corrections),
+                    head_chunks(&grads.k),
                     buffer(&d_scores, CHUNK),
                     buffer(&of_states, 1),
                 ),
@@ -129,7 +129,7 @@ impl Diagonal {
                         pairs(d_removal),
                         pairs(d_corrections),
                         pairs(&grads.k),
-                        super::numbers(&grads.log_decay),
+                        head_numbers(&grads.log_decay),
                         d_beta.map_or_else(|| nothing(&grads.log_decay), |beta| buffer(beta, 1)),
                     ),
                     sizes.launch(),

@@ -42,12 +42,12 @@ use crate::tile::CHUNK;
 use crate::tile::matrix::{Matrix, Product};
 
 /// A tensor `[batch, heads, seq_len, channels]` in bf16 as an argument.
-fn chunks(x: &CudaTensor) -> HeadChunksLaunch<CudaRuntime> {
+fn head_chunks(x: &CudaTensor) -> HeadChunksLaunch<CudaRuntime> {
     Heads::in_place(x).chunks()
 }
 
 /// The same in f32.
-fn numbers(x: &CudaTensor) -> HeadNumbersLaunch<CudaRuntime> {
+fn head_numbers(x: &CudaTensor) -> HeadNumbersLaunch<CudaRuntime> {
     HeadNumbersLaunch::new(buffer(x, 1), Heads::in_place(x).row_strides())
 }
 
@@ -189,7 +189,8 @@ pub enum Corrections<T = CudaTensor> {
     None,
     /// β, `[batch, kv_heads, seq_len, 1]` in f32, at least 0, for the delta rule.
     Weights(T),
-    /// Removal keys z and corrections b, `[batch, kv_heads, seq_len, head_dim]` each; in bf16 where the core takes them.
+    /// Removal keys z and corrections b, `[batch, kv_heads, seq_len, head_dim]` each; in bf16 where the core takes
+    /// them.
     Vectors {
         /// z
         removal: T,
@@ -312,6 +313,10 @@ impl Diagonal {
             assert_eq!(x.dtype, dtype, "the type of {name}");
             if channels == 1 { contiguous(x) } else { Heads::new(x).tensor }
         };
+        let log_decay = check("the log decays", &self.log_decay, d, DType::F32);
+        // Kernels count elements of decays in 32 bits, in the memory that a view spans.
+        let spans = log_decay.meta.strides().iter().zip(sizes.of_keys(d));
+        as_u32(spans.map(|(stride, dim)| stride * (dim - 1)).sum::<usize>() + 1);
         // Kernels count pairs of elements in 32 bits.
         let chunks = sizes.rows() * sizes.chunks();
         let states = chunks * d * d.max(value_dim);
@@ -322,7 +327,7 @@ impl Diagonal {
             q: Heads::new(&self.q).tensor,
             k: check("k", &self.k, d, DType::BF16),
             v: check("v", &self.v, value_dim, DType::BF16),
-            log_decay: check("the log decays", &self.log_decay, d, DType::F32),
+            log_decay,
             corrections: match &self.corrections {
                 Corrections::None => Corrections::None,
                 Corrections::Weights(beta) => {
@@ -364,11 +369,11 @@ impl Diagonal {
             Corrections::Vectors { removal, correction } => (removal, correction, None),
         };
         DiagonalInputsLaunch::new(
-            chunks(&self.q),
-            chunks(removal),
-            chunks(correction),
-            chunks(&self.k),
-            numbers(&self.log_decay),
+            head_chunks(&self.q),
+            head_chunks(removal),
+            head_chunks(correction),
+            head_chunks(&self.k),
+            head_numbers(&self.log_decay),
             beta.map_or_else(|| nothing(&self.log_decay), |beta| buffer(beta, 1)),
         )
     }
@@ -460,9 +465,9 @@ impl Diagonal {
                 CubeCount::Static(as_u32(rows * group * chunks), 1, 1),
                 dim(THREADS),
                 OutputArraysLaunch::new(
-                    self::chunks(queries),
+                    head_chunks(queries),
                     buffer(scores, CHUNK),
-                    self::chunks(&call.v),
+                    head_chunks(&call.v),
                     buffer(states, CHUNK),
                     o.pairs(),
                 ),
@@ -493,8 +498,8 @@ impl Diagonal {
                 CubeCount::Static(as_u32(sizes.rows() * config.parts()), 1, 1),
                 dim(THREADS),
                 ScanArraysLaunch::new(
-                    chunks(vectors),
-                    chunks(values),
+                    head_chunks(vectors),
+                    head_chunks(values),
                     buffer(&saved.decay, 1),
                     buffer(change, CHUNK),
                     buffer(states, CHUNK),

@@ -12,7 +12,7 @@ use crate::backend::tensor;
 use crate::cuda::CudaTensor;
 use crate::testing::{record, root_mean_square};
 
-/// Rows of a problem: kv heads of one sequence.
+/// Rows of a problem.
 const ROWS: usize = 2;
 
 /// One problem; all but decays and weights are numbers of bf16.
@@ -114,8 +114,10 @@ impl Sample {
     /// On the GPU.
     fn call(&self) -> (Diagonal, CudaTensor) {
         let [group, len, d, values] = self.sizes;
+        // Rows are heads of one sequence, or sequences of one head.
+        let batch = 1 + len % ROWS;
         let of = |x: &[f32], heads: usize, channels: usize, dtype| {
-            by_token(x, [1, heads, len, channels], dtype)
+            by_token(x, [batch, heads / batch, len, channels], dtype)
         };
         let vectors = |x: &[f32]| of(x, ROWS, d, DType::BF16);
         let call = Diagonal {

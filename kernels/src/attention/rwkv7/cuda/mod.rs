@@ -270,8 +270,7 @@ pub fn backward(
     let recurrence = call.recurrence();
 
     // 1. To the recurrence's o, and through the bonus to its key heads' inputs.
-    let of_query_heads = [(); 5].map(|()| of_heads.empty_by_token(like));
-    let [d_o, d_r, d_key, d_v, d_gate] = of_query_heads;
+    let [d_o, d_r, d_key, d_v, d_gate] = [(); 5].map(|()| of_heads.empty_by_token(like));
     let blocks = of_heads.blocks(MOST_PARTS);
     let head_vectors = empty(like, &[blocks, 3 * heads], DType::F32);
     let head_grads = || {

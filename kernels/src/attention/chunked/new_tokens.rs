@@ -13,7 +13,7 @@ use crate::ops::cuda::dims;
 /// head_dim]` and v `[batch, kv_heads, tokens, value_dim]` in bf16, log decays `[batch, kv_heads, tokens, 1 or
 /// head_dim]` and β, if any, `[batch, kv_heads, tokens, 1]` in f32.
 #[derive(Clone, Debug)]
-pub struct Rows<B: OpBackend> {
+pub struct NewTokens<B: OpBackend> {
     /// q
     pub q: Tensor<B, 4>,
     /// k
@@ -26,7 +26,7 @@ pub struct Rows<B: OpBackend> {
     pub beta: Option<Tensor<B, 4>>,
 }
 
-impl<B: OpBackend> Rows<B> {
+impl<B: OpBackend> NewTokens<B> {
     /// y `[batch, heads, tokens, value_dim]` in bf16, without gradients, and the state after the last token; `before`
     /// is that before the first, 0 if there is none. States are `[batch · kv_heads, head_dim, value_dim]` in f32.
     ///
@@ -44,24 +44,16 @@ impl<B: OpBackend> Rows<B> {
     }
 
     fn step(self, update: Update, state: Tensor<B, 3>) -> (Tensor<B, 4>, Tensor<B, 3>) {
-        let Rows { q, k, v, log_decay, beta } = self;
-        let ([batch, heads, _, d], dtype) = (q.dims(), q.dtype());
-        let rows = batch * k.dims()[1];
-        let by_row = |x: Tensor<B, 4>| {
-            let channels = x.dims()[3];
-            x.cast(DType::F32).reshape([rows, 1, channels])
-        };
-        let q = q.cast(DType::F32).reshape([rows, batch * heads / rows, d]);
-        let [k, v, log_decay] = [k, v, log_decay].map(by_row);
-        let beta = beta.map(by_row);
+        let NewTokens { q, k, v, log_decay, beta } = self;
+        let dtype = q.dtype();
+        let [q, k, v] = [q, k, v].map(|x| x.cast(DType::F32));
         let (v, corrections) = match (update, beta) {
             (Update::Delta, beta) => (v, Corrections::Weights(beta.expect("β of the delta rule"))),
             (Update::Additive, Some(beta)) => (v * beta, Corrections::None),
             (Update::Additive, None) => (v, Corrections::None),
         };
         let (y, state) = Token { q, k, v, log_decay, corrections }.advance(state);
-        let values = y.dims()[2];
-        (y.cast(dtype).reshape([batch, heads, 1, values]), state)
+        (y.cast(dtype), state)
     }
 
     fn in_chunks(
@@ -69,7 +61,7 @@ impl<B: OpBackend> Rows<B> {
         update: Update,
         before: Option<Tensor<B, 3>>,
     ) -> (Tensor<B, 4>, Tensor<B, 3>) {
-        let Rows { q, k, v, log_decay, beta } = self;
+        let NewTokens { q, k, v, log_decay, beta } = self;
         let (q, k, v) = (on_cuda(q), on_cuda(k), on_cuda(v));
         let (log_decay, beta) = (on_cuda(log_decay), beta.map(on_cuda));
         let (before, inputs) = (before.map(on_cuda), [&q, &k, &v, &log_decay]);
