@@ -51,6 +51,7 @@ KINDS = [
     'kind = "stick_breaking"',
     'kind = "linear", gate = "none"',
     'kind = "linear", gate = "scalar"',
+    'kind = "linear", gate = "none", feature_map = "elu", normalise = true',
     'kind = "mamba2"',
     'kind = "gated_delta_net"',
     'kind = "kda"',

@@ -26,10 +26,11 @@
 //!   for the kv heads, n spread evenly over 0…7.
 //! - RMSNorm adds 1e-5 to the mean square.
 //!
-//! On CUDA kernels serve all gates in bf16 (`docs/chunked.md`).
+//! On CUDA kernels serve all gates in bf16 (`docs/chunked.md`), but not `normalise`: the gradient of a weight is what its
+//! value adds to the output less what all do, of which bf16 would leave too little.
 //!
 //! Decoding keeps S, kv_heads · head_dim² elements at any length, with `normalise` kv_heads · head_dim ·
-//! (head_dim + 16). A token costs 2·head_dim² FLOPs per query head and 3·head_dim² per kv head.
+//! (head_dim + 1). A token costs 2·head_dim² FLOPs per query head and 3·head_dim² per kv head.
 
 pub(super) mod cpu;
 pub(super) mod reference;
@@ -71,9 +72,6 @@ const RANK: usize = 16;
 /// Added to the sum of weights, as in the released code of Katharopoulos et al.
 const SUM_EPS: f32 = 1e-6;
 
-/// Channels that values get with `normalise`: one of ones, and zeros, since kernels take channels by 16.
-const SUM_CHANNELS: usize = 16;
-
 /// What projects q and k.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -110,7 +108,7 @@ pub struct Config {
     /// What projects q and k after their rotation: `"identity"` (default) or `"elu"`, elu(x) + 1.
     pub feature_map: FeatureMap,
     /// Divide by the sum of the weights of values, in place of RMSNorm; default false. Needs a positive
-    /// feature map.
+    /// feature map, and runs in f32 without a kernel on CUDA.
     pub normalise: bool,
     /// Rotate q and k; default false.
     pub rope: bool,
@@ -193,12 +191,8 @@ impl Config {
         }
         if self.normalise {
             let [batch, kv_heads, seq_len, _] = v.dims();
-            let sums = Tensor::ones([batch, kv_heads, seq_len, 1], (&v.device(), v.dtype()));
-            let rest = Tensor::zeros(
-                [batch, kv_heads, seq_len, SUM_CHANNELS - 1],
-                (&v.device(), v.dtype()),
-            );
-            v = Tensor::cat(vec![v, sums, rest], 3);
+            let ones = Tensor::ones([batch, kv_heads, seq_len, 1], (&v.device(), v.dtype()));
+            v = Tensor::cat(vec![v, ones], 3);
         } else {
             q = q * shape.scale();
         }
@@ -215,9 +209,9 @@ impl Config {
 }
 
 impl Config {
-    /// Channels of values with those for the sum of their weights.
+    /// Channels of values with that for the sum of their weights.
     fn channels(&self, shape: &AttentionShape) -> usize {
-        shape.head_dim + if self.normalise { SUM_CHANNELS } else { 0 }
+        shape.head_dim + usize::from(self.normalise)
     }
 
     /// The outputs of the operation's y.
@@ -225,7 +219,7 @@ impl Config {
         if !self.normalise {
             return rms_norm(y, parameters[0].clone(), EPS);
         }
-        let values = y.dims()[3] - SUM_CHANNELS;
+        let values = y.dims()[3] - 1;
         y.clone().narrow(3, 0, values) / (y.narrow(3, values, 1) + SUM_EPS)
     }
 }
@@ -238,7 +232,10 @@ impl VariantSpec for Config {
     fn serves(&self, kernel: Kernel, shape: &AttentionShape, _batch: usize) -> bool {
         match kernel.device {
             DeviceKind::Cpu => true,
-            DeviceKind::Cuda => chunked::serves(kernel.dtype, shape.head_dim, self.channels(shape)),
+            DeviceKind::Cuda => {
+                !self.normalise
+                    && chunked::serves(kernel.dtype, shape.head_dim, self.value_dim(shape))
+            }
         }
     }
 
@@ -305,8 +302,8 @@ impl VariantSpec for Config {
         if self.normalise {
             // The quotient.
             around += channels.o;
-            channels.v += (SUM_CHANNELS * shape.kv_heads) as f64;
-            channels.o += (SUM_CHANNELS * shape.heads) as f64;
+            channels.v += shape.kv_heads as f64;
+            channels.o += shape.heads as f64;
         }
         let around = around * path.saved_size(dtype);
         if let ExecPath::Kernel(device) = path {
@@ -327,9 +324,7 @@ impl VariantSpec for Config {
     }
 
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
-        // The sum is one more channel.
-        let values = self.value_dim(shape) + usize::from(self.normalise);
-        self.op().flops_per_token(shape, values, seq_len)
+        self.op().flops_per_token(shape, self.channels(shape), seq_len)
     }
 
     fn state_elements(&self, shape: &AttentionShape, _seq_len: usize) -> u64 {

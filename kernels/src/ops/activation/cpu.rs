@@ -93,8 +93,7 @@ fn log_sigmoid_value(x: f32) -> f32 {
 /// `other` above 0, else e^x; propagates NaN.
 #[inline(always)]
 fn exp_or(x: f32, other: f32) -> f32 {
-    let small = math::exp(x.min(0.0));
-    if x > 0.0 { other } else { small }
+    if x > 0.0 { other } else { math::exp(x) }
 }
 
 /// The tensors in one dense memory order: unchanged if they agree on one, else contiguous copies.
