@@ -29,7 +29,7 @@ impl Conformance for Config {
         ]
     }
 
-    /// With a diagonal gate the reference serves CUDA.
+    /// Those that have a kernel on CUDA.
     fn kernel_cases() -> Vec<Self> {
         let default = Config::default();
         vec![

@@ -1,8 +1,8 @@
 //! The short causal depthwise convolution over time.
 //!
 //! A thread handles a vector of channels over a run of rows, and keeps a window of the last rows. Tap
-//! `back` multiplies the row `back` before the current one. It reads several rows before it needs the first: a read
-//! takes longer than a row's arithmetic.
+//! `back` multiplies the row `back` before the current one. A thread reads several rows before it needs the
+//! first: a read takes longer than a row's arithmetic.
 
 use cubecl::prelude::*;
 
