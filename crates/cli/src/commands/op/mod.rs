@@ -196,7 +196,7 @@ fn use_reference(
         let known = AttentionConfig::KINDS.iter().find(|known| known.kind == config.kind());
         let sizes = match known.is_some_and(|known| known.kernels.contains(&kernel)) {
             true => format!(
-                " for {batch} × {} heads of {} channels and {seq_len} tokens",
+                " with this configuration, for {batch} × {} heads of {} channels and {seq_len} tokens",
                 layer.heads, layer.head_dim
             ),
             false => String::new(),

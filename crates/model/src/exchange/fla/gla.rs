@@ -1,12 +1,12 @@
 //! Gated linear attention (Yang et al., 2024): `GLAForCausalLM`.
 
 use longwall_kernels::attention::AttentionConfig;
-use longwall_kernels::attention::linear::Gate;
+use longwall_kernels::attention::linear::{FeatureMap, Gate};
 use serde_json::{Map, Value, json};
 
 use super::{
     Attention, Check, convolutions, keys_of_linear, object, plain_rules, read_conv_size,
-    read_expansion, read_flags, read_none,
+    read_expansion, read_flags, read_none, shown,
 };
 use crate::ModelConfig;
 use crate::exchange::TensorRule;
@@ -23,6 +23,15 @@ impl Attention for GatedLinearAttention {
 
     fn keys(&self, model: &ModelConfig, check: &mut Check<'_>) -> Map<String, Value> {
         let mut keys = keys_of_linear(model, Gate::Diagonal, check);
+        if let AttentionConfig::Linear(config) = model.attention_of(0) {
+            let map = config.feature_map;
+            check.attention(
+                "feature_map",
+                map == FeatureMap::Identity,
+                shown(&map),
+                "\"identity\"",
+            );
+        }
         keys.extend(object(json!({
             "feature_map": null,
             "use_short_conv": model.short_conv,

@@ -1,5 +1,6 @@
 //! Linear attention (Katharopoulos et al., 2020): `LinearAttentionForCausalLM`.
 
+use longwall_kernels::attention::AttentionConfig;
 use longwall_kernels::attention::linear::Gate;
 use serde_json::{Map, Value, json};
 
@@ -18,8 +19,10 @@ impl Attention for LinearAttention {
 
     fn keys(&self, model: &ModelConfig, check: &mut Check<'_>) -> Map<String, Value> {
         let mut keys = keys_of_linear(model, Gate::None, check);
+        let AttentionConfig::Linear(config) = model.attention_of(0) else { return keys };
         keys.extend(object(json!({
-            "feature_map": "identity",
+            // The class has the same names.
+            "feature_map": config.feature_map,
             "tie_feature_map_qk": false,
             "norm_q": false,
             "norm_k": false,
@@ -30,11 +33,15 @@ impl Attention for LinearAttention {
 
     fn table(&self, read: &mut Reader<'_>, width: usize) -> toml::Table {
         let mut table = read_expansion(read, width, [1.0, 1.0]);
-        let identity = |value: &Value| value == "identity";
-        read.expect("feature_map", "elementwise_product".into(), "\"identity\"", identity);
+        let map = read.get("feature_map").and_then(Value::as_str).unwrap_or("elementwise_product");
+        let known = ["identity", "elu"].contains(&map);
+        read.refuse_unless(known, "feature_map", &format!("{map:?}"), "\"identity\", \"elu\"");
         read_flags(read, &["norm_q", "norm_k", "norm_feature_map"], false);
         read_flags(read, &["elementwise_affine"], true);
-        let attention = toml::toml! { kind = "linear" gate = "none" };
+        let mut attention = toml::toml! { kind = "linear" gate = "none" };
+        if map == "elu" {
+            attention.insert("feature_map".to_owned(), map.into());
+        }
         table.insert("attention".to_owned(), attention.into());
         table
     }

@@ -15,7 +15,7 @@ mod rwkv7;
 use std::fmt::Display;
 
 use longwall_config::Problems;
-use longwall_kernels::attention::linear::{FeatureMap, Gate};
+use longwall_kernels::attention::linear::Gate;
 use longwall_kernels::attention::{AttentionConfig, AttentionShape};
 use serde_json::{Map, Value, json};
 
@@ -267,8 +267,6 @@ fn keys_of_linear(model: &ModelConfig, gate: Gate, check: &mut Check<'_>) -> Map
     let AttentionConfig::Linear(config) = model.attention_of(0) else { return Map::new() };
     check.attention("gate", config.gate == gate, shown(&config.gate), &shown(&gate));
     check.attention("rope", !config.rope, config.rope, "false");
-    let map = config.feature_map;
-    check.attention("feature_map", map == FeatureMap::Identity, shown(&map), "\"identity\"");
     check.attention("normalise", !config.normalise, config.normalise, "false");
     let shape = model.attention_shape(0);
     let expansion = (shape.heads * shape.head_dim) as f64 / model.width as f64;

@@ -1,5 +1,7 @@
 //! Models of flash-linear-attention's classes: `scripts/fla_fixtures.py` compares these files with the classes.
 
+use longwall_kernels::attention::AttentionConfig;
+
 use super::*;
 
 pub const FILES: &[(&str, &str)] = files![
@@ -73,7 +75,7 @@ fn what_no_model_here_computes_is_refused_by_name() {
         (
             "linear_attn",
             &[
-                ("feature_map", json!("elu")),
+                ("feature_map", json!("relu")),
                 ("norm_q", json!(true)),
                 ("norm_k", json!(true)),
                 ("norm_feature_map", json!(true)),
@@ -184,8 +186,15 @@ fn what_a_class_cannot_express_is_refused_by_name() {
         (
             "gla",
             "arch = \"llama\"\nqk_norm = true\noutput_gate = true\n\
-             attention = { kind = \"linear\", gate = \"scalar\", rope = true }",
-            &["qk_norm", "output_gate", "attention.gate", "attention.rope"],
+             attention = { kind = \"linear\", gate = \"scalar\", rope = true, feature_map = \"elu\", normalise = true }",
+            &[
+                "qk_norm",
+                "output_gate",
+                "attention.gate",
+                "attention.rope",
+                "attention.feature_map",
+                "attention.normalise",
+            ],
         ),
         (
             "linear_attn",
@@ -236,6 +245,7 @@ fn every_weight_of_a_model_is_in_its_layout() {
         ("kda", "kda", "attention.value_dim = 5\n"),
         ("linear", "gla", "short_conv = true\nhead_dim = 24\nkv_heads = 1\n"),
         ("linear", "linear_attn", "attention.gate = \"none\"\nvocab_multiple = 64\n"),
+        ("linear", "linear_attn", "attention.gate = \"none\"\nattention.feature_map = \"elu\"\n"),
         ("path", "path_attn", "attention.w_activation = \"silu\"\nattention.rank = \"full\"\n"),
         ("rwkv7", "rwkv7", "arch = \"rwkv7\"\n"),
     ];
@@ -252,6 +262,11 @@ fn every_weight_of_a_model_is_in_its_layout() {
         let back = layout.model(&json, &mut problems).unwrap();
         assert_eq!(problems, Problems::new(), "{name}");
         assert_eq!((back.vocab_rows, back.seq_len), (257, 64));
+        if let [AttentionConfig::Linear(read), AttentionConfig::Linear(written)] =
+            [&back.model, &config].map(|model| model.attention_of(0))
+        {
+            assert_eq!(read.feature_map, written.feature_map, "{name}");
+        }
         let shapes = |config| {
             let mut shapes = weights::parameter_shapes(config, 257, 64);
             shapes.retain(|(name, _)| !["embedding", "head"].contains(&name.as_str()));
