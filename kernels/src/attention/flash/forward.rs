@@ -6,7 +6,7 @@
 use burn::tensor::bf16;
 use cubecl::prelude::*;
 
-use super::heads::HeadQuads;
+use super::heads::{HeadPairs, HeadQuads};
 use super::hooks::{
     BiasArgs, Biases, BiasesOf, Hooks, OperandArgs, Operands, OperandsOf, Score, ScoreArgs,
     ScoreOf, StatisticsOf, Weight, WeightArgs, WeightOf, adds_something, sparse,
@@ -15,10 +15,10 @@ use super::in_order::{SavedCarries, nothing_carried, save_carries};
 use super::mask::{Mask, QueryBlock, masked};
 use super::problem::{KernelConfig, ProblemShape};
 use crate::tile::roles::blocks_per_multiprocessor;
-use crate::tile::warpgroup::{GROUP_WARPS, Pipeline, start_pb, to_a_frags, uninit, wait};
+use crate::tile::warpgroup::{GROUP_WARPS, Pipeline, RowsAt, start_pb, to_a_frags, uninit, wait};
 use crate::tile::{
     ALIGN, Accumulator, CHUNK, Chunk, MASKED, PANEL_DIM, Pair, all_of_block, bytes, define_exp2,
-    zeros,
+    release_tile, zeros,
 };
 
 /// q and k, `[batch, heads or kv_heads, tokens, head_dim]`, and v, `[batch, value heads, tokens, value_dim]`.
@@ -32,6 +32,15 @@ pub struct Qkv {
     pub v: TensorMap<bf16, Tiled>,
 }
 
+/// A softmax over other keys, from which the pass goes on.
+#[derive(CubeType, CubeLaunch)]
+pub struct Earlier {
+    /// Its output, `[batch, heads, queries, value_dim]`.
+    pub o: HeadPairs<f32>,
+    /// Its log-sum-exps, base 2, `[batch, heads, queries]`.
+    pub lse: Array<f32>,
+}
+
 /// o, and the row statistics of the weights.
 ///
 /// Grid: blocks of queries, batch · heads.
@@ -43,6 +52,7 @@ pub fn forward<A: Hooks>(
     biases: &BiasArgs<A>,
     score: &ScoreArgs<A>,
     weight: &WeightArgs<A>,
+    earlier: &ComptimeOption<Earlier>,
     o: &mut HeadQuads<bf16>,
     statistics: &mut StatisticsOf<A>,
     carries: &mut ComptimeOption<SavedCarries>,
@@ -52,13 +62,15 @@ pub fn forward<A: Hooks>(
     define_exp2();
     let KernelConfig { padded_head_dim: dim, padded_value_dim: value_dim, warps, tile, .. } =
         comptime!(config);
-    if comptime!(sparse::<A>() && warps == GROUP_WARPS && dim.max(value_dim) == PANEL_DIM) {
-        // As many as without votes, which take registers.
+    let turns = comptime!(OperandsOf::<A>::TURNS);
+    let with_biases = comptime!(BiasesOf::<A>::ENABLED);
+    let limited = comptime!(sparse::<A>() || turns && !with_biases);
+    if comptime!(limited && warps == GROUP_WARPS && dim.max(value_dim) == PANEL_DIM) {
+        // As many as without votes or queries in registers. With queries and biases, these do not fit.
         blocks_per_multiprocessor(comptime!("forward".to_string()), comptime!(32 * warps), 3usize);
     }
     let rows = comptime!(config.rows());
     let (n_keys, n_dim) = comptime!((tile / 8, value_dim / 8));
-    let with_biases = comptime!(BiasesOf::<A>::ENABLED);
     let biased = comptime!(with_biases && !config.changes_scores);
     let biases_after = comptime!(with_biases && config.changes_scores);
     let fresh = comptime!(!biased);
@@ -69,10 +81,9 @@ pub fn forward<A: Hooks>(
     // The shuffle tells the compiler that the value is warp-uniform.
     let warp = plane_shuffle(UNIT_POS / 32, 0u32) as usize;
     let block = QueryBlock::new(&problem, mask, config);
-    let (batch, kv_head, batch_head) = (block.batch, block.kv_head, block.batch_head);
+    let (batch, batch_head) = (block.batch, block.batch_head);
     let (offset, from, tiles) = (block.offset, block.from, block.tiles);
     let queries = problem.queries as usize;
-    let kv_heads = (kv_head, problem.value_head(kv_head, config));
 
     // Double-buffered tiles of K and V.
     let mut pipeline = Pipeline::new(tile, (dim, value_dim), warps);
@@ -83,15 +94,19 @@ pub fn forward<A: Hooks>(
     if UNIT_POS == 0 {
         for back in 0..2usize {
             if back < tiles {
-                let mut others = 0u32;
+                let others = (back == 0) | turns_at::<A>(operands, &block, back, config);
+                load::<A>(&mut pipeline, qkv, operands, &problem, &block, back, others, config);
                 if back == 0 {
-                    others += comptime!(bytes(rows, dim));
-                }
-                let column = (last - back) * tile;
-                pipeline.load(back, &qkv.k, &qkv.v, batch, kv_heads, column, others);
-                if back == 0 {
-                    let (head, first) = (block.head, block.first_query);
-                    pipeline.load_also(back, &qkv.q, batch, head, first, &mut q_tile, rows, dim);
+                    load_queries::<A>(
+                        &pipeline,
+                        &mut q_tile,
+                        qkv,
+                        operands,
+                        &problem,
+                        &block,
+                        back,
+                        config,
+                    );
                 }
             }
         }
@@ -108,7 +123,9 @@ pub fn forward<A: Hooks>(
         seen_to = tiles;
     }
     if comptime!(OperandsOf::<A>::Q_IN_REGISTERS) {
-        pipeline.wait(0);
+        if tiles > 0 {
+            pipeline.wait(0);
+        }
     }
     let mut operand_state =
         OperandsOf::<A>::forward(operands, &problem, &block, &group, &q_tile, start, warp, config);
@@ -126,6 +143,21 @@ pub fn forward<A: Hooks>(
 
     let mut o_acc = zeros(n_dim);
     let mut s = uninit(n_keys);
+    if comptime!(config.goes_on) {
+        let earlier = earlier.as_ref().unwrap();
+        #[unroll]
+        for r in 0..2usize {
+            WeightOf::<A>::go_on(&mut row_state, earlier.lse[own_rows[r]], scale, r);
+            let row = min(own + r * 8 + lane / 4, queries - 1);
+            let base = earlier.o.at(batch, block.head, row, lane % 4);
+            #[unroll]
+            for n in 0..n_dim {
+                if comptime!(n * 8 < config.value_dim) {
+                    o_acc.index_mut(n)[r] = earlier.o.pairs[base + comptime!(n * 4)];
+                }
+            }
+        }
+    }
     if with_biases {
         BiasesOf::<A>::read_keys(&mut bias_state, biases, &problem, &block, start, config);
     }
@@ -136,24 +168,72 @@ pub fn forward<A: Hooks>(
             BiasesOf::<A>::read_keys(&mut bias_state, biases, &problem, &block, next, config);
         }
     }
-    skip_tiles(&mut pipeline, qkv, 0usize, seen_from, tiles, batch, kv_heads, last, config);
-    if seen_from < seen_to {
-        pipeline.wait(seen_from);
-        let at = pipeline.first_tile(seen_from);
-        OperandsOf::<A>::start_scores(
+    let next = start - tile;
+    let ahead = start > group.from;
+    let mut waiting = seen_from < seen_to;
+    if turns {
+        if waiting & (seen_from == 0) {
+            start_first::<A>(
+                &mut operand_state,
+                &mut s,
+                &q_tile,
+                &pipeline,
+                operands,
+                seen_from,
+                next,
+                ahead,
+                warp,
+                fresh,
+                config,
+            );
+            waiting = false;
+        }
+        // The queries of the second tile take the place of those of the first.
+        release_tile();
+        if (UNIT_POS == 0) & (tiles > 1) {
+            let second = 1usize.runtime();
+            if turns_at::<A>(operands, &block, second, config) {
+                load_queries::<A>(
+                    &pipeline,
+                    &mut q_tile,
+                    qkv,
+                    operands,
+                    &problem,
+                    &block,
+                    second,
+                    config,
+                );
+            }
+        }
+    }
+    skip_tiles::<A>(
+        &mut pipeline,
+        &mut operand_state,
+        &mut q_tile,
+        qkv,
+        operands,
+        &problem,
+        &block,
+        0usize,
+        seen_from,
+        warp,
+        turns,
+        config,
+    );
+    if waiting {
+        start_first::<A>(
             &mut operand_state,
             &mut s,
             &q_tile,
-            &pipeline.first_tiles,
-            at,
+            &pipeline,
+            operands,
+            seen_from,
+            next,
+            ahead,
             warp,
             fresh,
             config,
         );
-        if start > group.from {
-            let next = start - tile;
-            OperandsOf::<A>::read_ahead(&mut operand_state, operands, next, config);
-        }
     }
     // The last tile visited.
     let mut reached = start;
@@ -203,6 +283,11 @@ pub fn forward<A: Hooks>(
                 start_from_biases::<A>(&mut bias_state, &mut s, inverse, warp, config);
             }
             pipeline.wait(back + 1);
+            if turns {
+                if turns_at::<A>(operands, &block, back + 1, config) {
+                    OperandsOf::<A>::turn(&mut operand_state, &q_tile, warp, config);
+                }
+            }
             let next_at = pipeline.first_tile(back + 1);
             OperandsOf::<A>::start_scores(
                 &mut operand_state,
@@ -242,11 +327,32 @@ pub fn forward<A: Hooks>(
             }
         }
         if pipeline.release(back) & (back + 2 < tiles) {
-            let column = first_column - 2 * tile;
-            pipeline.load(back + 2, &qkv.k, &qkv.v, batch, kv_heads, column, 0u32);
+            load_later::<A>(
+                &mut pipeline,
+                &mut q_tile,
+                qkv,
+                operands,
+                &problem,
+                &block,
+                back + 2,
+                config,
+            );
         }
     }
-    skip_tiles(&mut pipeline, qkv, seen_to, tiles, tiles, batch, kv_heads, last, config);
+    skip_tiles::<A>(
+        &mut pipeline,
+        &mut operand_state,
+        &mut q_tile,
+        qkv,
+        operands,
+        &problem,
+        &block,
+        seen_to,
+        tiles,
+        warp,
+        false,
+        config,
+    );
 
     let mut factors = Array::<f32>::new(2usize);
     #[unroll]
@@ -290,24 +396,137 @@ pub fn forward<A: Hooks>(
     o.store(&o_acc, &factors, batch, block.head, own, queries, config.value_dim);
 }
 
-/// Releases tiles that the warpgroup does not attend to, loading later ones for the others.
+/// Whether iteration `back`, not the first one, has other queries than the one before.
 #[cube]
-fn skip_tiles(
+fn turns_at<A: Hooks>(
+    operands: &OperandArgs<A>,
+    block: &QueryBlock,
+    back: usize,
+    #[comptime] config: KernelConfig,
+) -> bool {
+    let mut turns = false;
+    if comptime!(OperandsOf::<A>::TURNS) {
+        turns = OperandsOf::<A>::turns(operands, block, block.column(back, config.tile), config);
+    }
+    turns
+}
+
+/// Starts the loads of an iteration's keys and values; `with_queries` says whether it also waits for queries.
+#[cube]
+fn load<A: Hooks>(
     pipeline: &mut Pipeline,
     qkv: &Qkv,
+    operands: &OperandArgs<A>,
+    problem: &ProblemShape,
+    block: &QueryBlock,
+    back: usize,
+    with_queries: bool,
+    #[comptime] config: KernelConfig,
+) {
+    let column = block.column(back, config.tile);
+    let head = problem.value_head(block.kv_head, config);
+    let values = RowsAt { batch: block.batch, head, row: column };
+    let keys = OperandsOf::<A>::keys_at(operands, problem, block, column, config);
+    let mut others = 0u32;
+    if with_queries {
+        others += comptime!(bytes(config.rows(), config.padded_head_dim));
+    }
+    pipeline.load_each(back, &qkv.k, &keys, &qkv.v, &values, others);
+}
+
+/// Starts the load of the queries that an iteration waits for.
+#[cube]
+fn load_queries<A: Hooks>(
+    pipeline: &Pipeline,
+    q_tile: &mut SharedMemory<Chunk>,
+    qkv: &Qkv,
+    operands: &OperandArgs<A>,
+    problem: &ProblemShape,
+    block: &QueryBlock,
+    back: usize,
+    #[comptime] config: KernelConfig,
+) {
+    let (rows, dim) = comptime!((config.rows(), config.padded_head_dim));
+    let column = block.column(back, config.tile);
+    let RowsAt { batch, head, row } =
+        OperandsOf::<A>::queries_at(operands, problem, block, column, config);
+    pipeline.load_also(back, &qkv.q, batch, head, row, q_tile, rows, dim);
+}
+
+/// Starts all loads of an iteration whose stage has been released. No warp then needs the queries of an iteration
+/// before the last one.
+#[cube]
+fn load_later<A: Hooks>(
+    pipeline: &mut Pipeline,
+    q_tile: &mut SharedMemory<Chunk>,
+    qkv: &Qkv,
+    operands: &OperandArgs<A>,
+    problem: &ProblemShape,
+    block: &QueryBlock,
+    back: usize,
+    #[comptime] config: KernelConfig,
+) {
+    let turned = turns_at::<A>(operands, block, back, config);
+    load::<A>(pipeline, qkv, operands, problem, block, back, turned, config);
+    if turned {
+        load_queries::<A>(pipeline, q_tile, qkv, operands, problem, block, back, config);
+    }
+}
+
+/// Starts the scores of iteration `back`, the first that a warpgroup takes part in; if `ahead`, its next tile is at
+/// `next`.
+#[cube]
+fn start_first<A: Hooks>(
+    state: &mut <A::Operands as Operands>::Forward,
+    s: &mut Accumulator,
+    q_tile: &SharedMemory<Chunk>,
+    pipeline: &Pipeline,
+    operands: &OperandArgs<A>,
+    back: usize,
+    next: usize,
+    ahead: bool,
+    warp: usize,
+    #[comptime] fresh: bool,
+    #[comptime] config: KernelConfig,
+) {
+    pipeline.wait(back);
+    let at = pipeline.first_tile(back);
+    OperandsOf::<A>::start_scores(state, s, q_tile, &pipeline.first_tiles, at, warp, fresh, config);
+    if ahead {
+        OperandsOf::<A>::read_ahead(state, operands, next, config);
+    }
+}
+
+/// Releases tiles that the warpgroup does not attend to, loading later ones for the others. If `turning`, takes the
+/// queries of the tiles up to the one after them.
+#[cube]
+fn skip_tiles<A: Hooks>(
+    pipeline: &mut Pipeline,
+    state: &mut <A::Operands as Operands>::Forward,
+    q_tile: &mut SharedMemory<Chunk>,
+    qkv: &Qkv,
+    operands: &OperandArgs<A>,
+    problem: &ProblemShape,
+    block: &QueryBlock,
     from: usize,
     to: usize,
-    tiles: usize,
-    batch: usize,
-    kv_heads: (usize, usize),
-    last: usize,
+    warp: usize,
+    #[comptime] turning: bool,
     #[comptime] config: KernelConfig,
 ) {
     for back in from..to {
         pipeline.wait(back);
-        if pipeline.release(back) & (back + 2 < tiles) {
-            let column = (last - back - 2) * config.tile;
-            pipeline.load(back + 2, &qkv.k, &qkv.v, batch, kv_heads, column, 0u32);
+        if turning {
+            if back + 1 < block.tiles {
+                pipeline.wait(back + 1);
+                if turns_at::<A>(operands, block, back + 1, config) {
+                    OperandsOf::<A>::turn(state, q_tile, warp, config);
+                    sync_async_proxy_shared();
+                }
+            }
+        }
+        if pipeline.release(back) & (back + 2 < block.tiles) {
+            load_later::<A>(pipeline, q_tile, qkv, operands, problem, block, back + 2, config);
         }
     }
 }

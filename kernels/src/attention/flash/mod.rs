@@ -43,7 +43,7 @@ use self::backward::dq_sums::{self, DqSumsLaunch, dq_from_sums, vectors_per_tile
 use self::backward::{BackwardInputsLaunch, LANES_PER_ROW, dkv, dq, dqkv};
 pub use self::cache_buffer::{CacheBuffer, capacity, expired};
 pub use self::decode::decode;
-use self::forward::QkvLaunch;
+use self::forward::{EarlierLaunch, QkvLaunch};
 pub use self::heads::{HeadChunks, HeadChunksLaunch, HeadPairs, HeadQuads, Heads};
 use self::hooks::{
     Biases, BiasesOf, GradientOf, Hooks, LaunchOf, Operands, OperandsOf, SavedRows, Score, ScoreOf,
@@ -51,7 +51,7 @@ use self::hooks::{
 };
 use self::in_order::{CarriesLaunch, SavedCarriesLaunch};
 use self::mask::{Limits, MaskLaunch, Pruned, PrunedKeysLaunch};
-use self::problem::{KernelConfig, ProblemShapeLaunch};
+use self::problem::{Causality, KernelConfig, ProblemShapeLaunch};
 use self::ragged::RaggedKv;
 use crate::cuda::{CudaTensor, buffer, empty, multiprocessors, zeros};
 use crate::ops::cuda::integers;
@@ -127,7 +127,8 @@ pub struct FlashAttention<A: Hooks> {
     v: Heads,
     scale: f32,
     views: usize,
-    after_keys: bool,
+    causality: Causality,
+    tiles_of: Option<[Heads; 2]>,
     window: Option<usize>,
     documents: Option<CudaTensor>,
     pruned: Option<Pruned>,
@@ -159,7 +160,8 @@ impl<A: Hooks> FlashAttention<A> {
             v,
             scale,
             views: 1,
-            after_keys: false,
+            causality: Causality::UpToOwn,
+            tiles_of: None,
             window: None,
             documents: None,
             pruned: None,
@@ -181,13 +183,32 @@ impl<A: Hooks> FlashAttention<A> {
     /// With all queries after all keys. A query may then see no key: its output is 0, and its log-sum-exp
     /// −[`MASKED`](crate::tile::MASKED), with which the backward pass gives it no weight.
     pub fn after_keys(self) -> Self {
-        FlashAttention { after_keys: true, ..self }
+        FlashAttention { causality: Causality::AllKeys, ..self }
+    }
+
+    /// The forward pass with only the keys before the query's block of 64, where there are as many queries as keys.
+    /// A query may then see no key.
+    pub fn before_blocks(self) -> Self {
+        FlashAttention { causality: Causality::BeforeBlock, ..self }
+    }
+
+    /// The forward pass with the rows of q and k in these tensors, `[1, heads or kv_heads, rows, head_dim]`, in place
+    /// of those that give the shapes: where [`Operands::queries_at`] and [`Operands::keys_at`] say.
+    ///
+    /// # Panics
+    /// Unless their heads and channels are those of q and k.
+    pub fn tiles_of(self, tensors: [&CudaTensor; 2]) -> Self {
+        let tensors = tensors.map(Heads::new);
+        for (tensor, shape) in tensors.iter().zip([&self.q, &self.k]) {
+            assert_eq!([tensor.dims[1], tensor.dims[3]], [shape.dims[1], shape.dims[3]]);
+        }
+        FlashAttention { tiles_of: Some(tensors), ..self }
     }
 
     /// The positions of queries and keys, from 0 on.
     fn positions(&self) -> usize {
         let [queries, keys] = [&self.q, &self.k].map(|x| x.dims[2]);
-        if self.after_keys { keys + queries } else { keys }
+        if self.causality == Causality::AllKeys { keys + queries } else { keys }
     }
 
     /// With heads of q and k of several views, one view after the other, which all have v's values.
@@ -274,7 +295,8 @@ impl<A: Hooks> FlashAttention<A> {
             changes_scores,
             nonlinear_scores,
             saves_carries: false,
-            after_keys: self.after_keys,
+            causality: self.causality,
+            goes_on: false,
         }
     }
 
@@ -321,20 +343,25 @@ impl<A: Hooks> FlashAttention<A> {
 
     /// The forward pass: returns o and writes the weights' `statistics`.
     pub fn forward(&self, statistics: LaunchOf<StatisticsOf<A>>) -> CudaTensor {
-        self.forward_saving(statistics, None)
+        self.forward_saving(statistics, None, None)
     }
 
-    /// [`FlashAttention::forward`], which with `carries` also writes these.
+    /// [`FlashAttention::forward`], which with `earlier` goes on from it, and with `carries` also writes these.
     fn forward_saving(
         &self,
         statistics: LaunchOf<StatisticsOf<A>>,
+        earlier: Option<EarlierLaunch<CudaRuntime>>,
         carries: Option<SavedCarriesLaunch<CudaRuntime>>,
     ) -> CudaTensor {
         assert!(self.ragged.is_none(), "only decoding reads ragged heads");
         let [batch, heads, queries, _] = self.q.dims;
         let o = self.output();
-        let saves_carries = carries.is_some();
-        let config = KernelConfig { saves_carries, ..self.config(FORWARD_SHAPES) };
+        let [q, k] = match &self.tiles_of {
+            Some([q, k]) => [q, k],
+            None => [&self.q, &self.k],
+        };
+        let (goes_on, saves_carries) = (earlier.is_some(), carries.is_some());
+        let config = KernelConfig { goes_on, saves_carries, ..self.config(FORWARD_SHAPES) };
         // SAFETY: grid and configuration match the kernel, which only reads rows and chunks of the tensors
         // given here.
         unsafe {
@@ -343,8 +370,8 @@ impl<A: Hooks> FlashAttention<A> {
                 grid(queries, config.rows(), batch * heads),
                 CubeDim::new_1d(config.threads() as u32),
                 QkvLaunch::new(
-                    self.q.tensor_map(config.rows()),
-                    self.k.tensor_map(config.tile),
+                    q.tensor_map(config.rows()),
+                    k.tensor_map(config.tile),
                     self.v.tensor_map(config.tile),
                 ),
                 self.mask(),
@@ -352,6 +379,7 @@ impl<A: Hooks> FlashAttention<A> {
                 self.hooks.biases(),
                 self.hooks.score(),
                 self.hooks.weight(),
+                earlier.into(),
                 o.quads(),
                 statistics,
                 carries.into(),
@@ -501,7 +529,8 @@ impl<A: Hooks> FlashAttention<A> {
         let heads_at_once = dqkv::heads_at_once(processors, batch * kv_heads, blocks);
         let tickets = blocks * batch * kv_heads;
         // No key block adds to the sums of queries that see no key.
-        let blind = self.after_keys && (self.window.is_some() || self.documents.is_some());
+        let blind = self.causality == Causality::AllKeys
+            && (self.window.is_some() || self.documents.is_some());
         let fill = if blind { zeros } else { empty };
         let sums = fill(&dq.tensor, &[batch * heads, tiles, vectors * 4], DType::F32);
         let turns = zeros(&dq.tensor, &[1 + batch * heads * tiles], DType::U32);

@@ -4,6 +4,7 @@ use burn::tensor::DType;
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
+use super::forward::EarlierLaunch;
 use super::hooks::{Hooks, Weight};
 use super::{FlashAttention, Gradients, Heads, row_dots};
 use crate::cuda::{CudaTensor, buffer, empty};
@@ -74,6 +75,17 @@ impl<A: Hooks<Weight = SoftmaxWeight>> FlashAttention<A> {
         let of_sink = sink.as_ref().map(|x| buffer(x, 1));
         let o = self.forward(SoftmaxStatisticsLaunch::new(buffer(&lse, 1), of_sink.into()));
         SoftmaxOutput { o, lse, sink }
+    }
+
+    /// The forward pass over these keys and those of `earlier`, whose output is in f32, and whose log-sum-exps are
+    /// relative to the same shifts.
+    pub fn softmax_after(&self, earlier: &SoftmaxOutput) -> SoftmaxOutput {
+        let lse = self.statistic();
+        let of_earlier =
+            EarlierLaunch::new(Heads::new(&earlier.o).pairs(), buffer(&earlier.lse, 1));
+        let statistics = SoftmaxStatisticsLaunch::new(buffer(&lse, 1), None.into());
+        let o = self.forward_saving(statistics, Some(of_earlier), None);
+        SoftmaxOutput { o, lse, sink: None }
     }
 
     /// The gradients for dO = `grad`, and that of the sinks, `[heads]`, if there are any.
@@ -179,6 +191,12 @@ impl Weight for SoftmaxWeight {
             row_sum[r] = 0f32;
         }
         SoftmaxRowState { row_max, row_sum }
+    }
+
+    fn go_on(rows: &mut SoftmaxRowState, lse: f32, scale: f32, #[comptime] r: usize) {
+        // Relative to the log-sum-exp, the sum of weights is 1, of which one lane of the row has it.
+        rows.row_max[r] = lse / scale;
+        rows.row_sum[r] = select(UNIT_POS_PLANE % 4 == 0, 1f32, 0f32);
     }
 
     /// One step of the online softmax (Milakov and Gimelshein, 2018, algorithm 3): scores become

@@ -145,6 +145,8 @@ impl<const OFFSETS: bool> Weight for RectifiedWeight<OFFSETS> {
         RectifiedRowState { offsets, power }
     }
 
+    fn go_on(_rows: &mut RectifiedRowState, _lse: f32, _scale: f32, #[comptime] _r: usize) {}
+
     fn add_tile(
         rows: &mut RectifiedRowState,
         s: &mut Accumulator,

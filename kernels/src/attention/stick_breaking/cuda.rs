@@ -85,6 +85,8 @@ impl Weight for StickWeight {
         Sticks { left }
     }
 
+    fn go_on(_rows: &mut Sticks, _lse: f32, _scale: f32, #[comptime] _r: usize) {}
+
     fn add_tile(
         rows: &mut Sticks,
         s: &mut Accumulator,

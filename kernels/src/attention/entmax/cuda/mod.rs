@@ -112,6 +112,8 @@ impl<const SLOPES: bool> Weight for EntmaxWeight<SLOPES> {
         EntmaxRowState { tau, sum }
     }
 
+    fn go_on(_rows: &mut EntmaxRowState, _lse: f32, _scale: f32, #[comptime] _r: usize) {}
+
     fn add_tile(
         rows: &mut EntmaxRowState,
         s: &mut Accumulator,

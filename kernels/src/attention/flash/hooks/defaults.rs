@@ -3,15 +3,17 @@
 use std::marker::PhantomData;
 
 use burn::tensor::{Element, bf16};
+use cubecl::cmma::MmaDefinition;
 use cubecl::prelude::*;
 
 use super::{Biases, Operands, Score, TileQueries};
 use crate::attention::flash::mask::{QueryBlock, QueryGroup};
 use crate::attention::flash::problem::{KernelConfig, ProblemShape};
-use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS, start_tile_abt};
-use crate::tile::{AFragments, Accumulator, Chunk, Pair};
+use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS, RowsAt, start_abt, start_tile_abt};
+use crate::tile::{AFragments, Accumulator, Chunk, Pair, load_a_frags};
 
-/// q and k unchanged, but for the queries of decoding, which are `T`'s; `G` is the type of dq and dk.
+/// q and k unchanged, but for the queries of the forward pass and of decoding, which are `T`'s; `G` is the type of dq
+/// and dk.
 pub struct PlainOperands<G: Numeric + Element = bf16, T: TileQueries = SameQueries>(
     PhantomData<(G, T)>,
 );
@@ -20,12 +22,14 @@ pub struct PlainOperands<G: Numeric + Element = bf16, T: TileQueries = SameQueri
 impl<G: Numeric + Element, T: TileQueries> Operands for PlainOperands<G, T> {
     type Args = T::Args;
     type Gradient = G;
-    type Forward = ();
+    /// The queries, if they turn.
+    type Forward = AFragments;
     type Dq = ();
     type Dkv = ();
     type Decode = T::State;
 
-    const Q_IN_REGISTERS: bool = false;
+    const Q_IN_REGISTERS: bool = T::TURNS;
+    const TURNS: bool = T::TURNS;
     const DK_IN_REVERSE: bool = false;
     const DQ_BY_KEYS: bool = true;
     const NEEDS_EQUAL_DS: bool = false;
@@ -36,15 +40,16 @@ impl<G: Numeric + Element, T: TileQueries> Operands for PlainOperands<G, T> {
         _problem: &ProblemShape,
         _block: &QueryBlock,
         _group: &QueryGroup,
-        _q_tile: &SharedMemory<Chunk>,
+        q_tile: &SharedMemory<Chunk>,
         _column: usize,
-        _warp: usize,
-        #[comptime] _config: KernelConfig,
-    ) {
+        warp: usize,
+        #[comptime] config: KernelConfig,
+    ) -> AFragments {
+        if comptime!(T::TURNS) { own_queries(q_tile, warp, config) } else { AFragments::new() }
     }
 
     fn start_scores(
-        _state: &mut (),
+        queries: &mut AFragments,
         s: &mut Accumulator,
         q_tile: &SharedMemory<Chunk>,
         k_tile: &SharedMemory<Chunk>,
@@ -53,11 +58,61 @@ impl<G: Numeric + Element, T: TileQueries> Operands for PlainOperands<G, T> {
         #[comptime] fresh: bool,
         #[comptime] config: KernelConfig,
     ) {
-        start_plain_scores(s, q_tile, k_tile, at, warp, fresh, config);
+        if comptime!(T::TURNS) {
+            start_abt(queries, k_tile, at, s, fresh, comptime!(config.tile / 8));
+        } else {
+            start_plain_scores(s, q_tile, k_tile, at, warp, fresh, config);
+        }
+    }
+
+    fn queries_at(
+        args: &T::Args,
+        problem: &ProblemShape,
+        block: &QueryBlock,
+        column: usize,
+        #[comptime] config: KernelConfig,
+    ) -> RowsAt {
+        T::queries_at(args, problem, block, column, config)
+    }
+
+    fn keys_at(
+        args: &T::Args,
+        problem: &ProblemShape,
+        block: &QueryBlock,
+        column: usize,
+        #[comptime] config: KernelConfig,
+    ) -> RowsAt {
+        T::keys_at(args, problem, block, column, config)
+    }
+
+    fn turns(
+        args: &T::Args,
+        block: &QueryBlock,
+        column: usize,
+        #[comptime] config: KernelConfig,
+    ) -> bool {
+        T::turns(args, block, column, config)
+    }
+
+    fn turn(
+        queries: &mut AFragments,
+        q_tile: &SharedMemory<Chunk>,
+        warp: usize,
+        #[comptime] config: KernelConfig,
+    ) {
+        let read = own_queries(q_tile, warp, config);
+        #[unroll]
+        for step in 0..read.len() {
+            let (to, from) = (queries.index_mut(step), read.index(step));
+            #[unroll]
+            for i in 0..4usize {
+                to[i] = from[i];
+            }
+        }
     }
 
     fn read_ahead(
-        _state: &mut (),
+        _state: &mut AFragments,
         _args: &T::Args,
         _column: usize,
         #[comptime] _config: KernelConfig,
@@ -177,6 +232,37 @@ impl TileQueries for SameQueries {
     type Args = ();
     type State = ();
 
+    const TURNS: bool = false;
+
+    fn queries_at(
+        _args: &(),
+        _problem: &ProblemShape,
+        block: &QueryBlock,
+        _column: usize,
+        #[comptime] _config: KernelConfig,
+    ) -> RowsAt {
+        block.queries_at()
+    }
+
+    fn keys_at(
+        _args: &(),
+        _problem: &ProblemShape,
+        block: &QueryBlock,
+        column: usize,
+        #[comptime] _config: KernelConfig,
+    ) -> RowsAt {
+        block.keys_at(column)
+    }
+
+    fn turns(
+        _args: &(),
+        _block: &QueryBlock,
+        _column: usize,
+        #[comptime] _config: KernelConfig,
+    ) -> bool {
+        false.runtime()
+    }
+
     fn begin(
         _args: &(),
         _problem: &ProblemShape,
@@ -194,6 +280,18 @@ impl TileQueries for SameQueries {
         #[comptime] _config: KernelConfig,
     ) {
     }
+}
+
+/// A warp's queries of the block's tile.
+#[cube]
+fn own_queries(
+    q_tile: &SharedMemory<Chunk>,
+    warp: usize,
+    #[comptime] config: KernelConfig,
+) -> AFragments {
+    let def = MmaDefinition::<bf16, bf16, f32>::new(16usize, 8usize, 16usize);
+    let (steps, rows) = comptime!((config.padded_head_dim / 16, config.rows()));
+    load_a_frags(&def, q_tile, warp * 16, steps, rows)
 }
 
 /// Starts the product of a warpgroup's 64 rows of the block's tile and the tile at chunk `at`.

@@ -22,6 +22,7 @@ pub use self::defaults::{NoBiases, PlainOperands, ScaledScore};
 use super::mask::{QueryBlock, QueryGroup};
 use super::problem::{KernelConfig, ProblemShape};
 use crate::tile::votes::any_nonzero;
+use crate::tile::warpgroup::RowsAt;
 use crate::tile::{AFragments, Accumulator, Chunk, Pair};
 
 /// A kind's hooks, with the tensors of their launch arguments.
@@ -132,6 +133,9 @@ pub trait Operands: Send + Sync + 'static {
 
     /// Whether the forward pass holds queries in registers.
     const Q_IN_REGISTERS: bool;
+    /// Whether the forward pass reads other queries where [`Operands::turns`] says so, which takes
+    /// [`Operands::Q_IN_REGISTERS`].
+    const TURNS: bool;
     /// Whether dk is summed from the last query tile to the first, with the heads of a group interleaved at
     /// each tile.
     const DK_IN_REVERSE: bool;
@@ -167,6 +171,41 @@ pub trait Operands: Send + Sync + 'static {
         at: usize,
         warp: usize,
         #[comptime] fresh: bool,
+        #[comptime] config: KernelConfig,
+    );
+
+    /// Where the rows of the block's queries are that meet the keys from `column` on.
+    fn queries_at(
+        args: &Self::Args,
+        problem: &ProblemShape,
+        block: &QueryBlock,
+        column: usize,
+        #[comptime] config: KernelConfig,
+    ) -> RowsAt;
+
+    /// Where the rows of the keys from `column` on are.
+    fn keys_at(
+        args: &Self::Args,
+        problem: &ProblemShape,
+        block: &QueryBlock,
+        column: usize,
+        #[comptime] config: KernelConfig,
+    ) -> RowsAt;
+
+    /// Whether the key tile from `column` on meets other queries than the tile after it. Only called with
+    /// [`Operands::TURNS`].
+    fn turns(
+        args: &Self::Args,
+        block: &QueryBlock,
+        column: usize,
+        #[comptime] config: KernelConfig,
+    ) -> bool;
+
+    /// Takes the queries from their tile. Only called with [`Operands::TURNS`].
+    fn turn(
+        state: &mut Self::Forward,
+        q_tile: &SharedMemory<Chunk>,
+        warp: usize,
         #[comptime] config: KernelConfig,
     );
 
@@ -281,13 +320,42 @@ pub trait Operands: Send + Sync + 'static {
     );
 }
 
-/// The queries of [`PlainOperands`] in decoding, where they may differ between tiles of keys.
+/// The queries of [`PlainOperands`] in the forward pass and in decoding, where they may differ between tiles of keys.
 #[cube]
 pub trait TileQueries: Send + Sync + 'static {
     /// The launch arguments.
     type Args: LaunchArg + CubeType;
-    /// The state of a warp.
+    /// The state of a warp in decoding.
     type State: CubeType;
+
+    /// As [`Operands::TURNS`].
+    const TURNS: bool;
+
+    /// As [`Operands::queries_at`].
+    fn queries_at(
+        args: &Self::Args,
+        problem: &ProblemShape,
+        block: &QueryBlock,
+        column: usize,
+        #[comptime] config: KernelConfig,
+    ) -> RowsAt;
+
+    /// As [`Operands::keys_at`].
+    fn keys_at(
+        args: &Self::Args,
+        problem: &ProblemShape,
+        block: &QueryBlock,
+        column: usize,
+        #[comptime] config: KernelConfig,
+    ) -> RowsAt;
+
+    /// As [`Operands::turns`].
+    fn turns(
+        args: &Self::Args,
+        block: &QueryBlock,
+        column: usize,
+        #[comptime] config: KernelConfig,
+    ) -> bool;
 
     /// The state before the key tile at `column`, the last one; `batch_heads` are a lane's two heads, as
     /// batch · heads + head.
@@ -508,6 +576,10 @@ pub trait Weight: Send + Sync + 'static {
     /// The state before the first key of a lane's two rows, which have these indices in
     /// `[batch, heads, queries]`.
     fn init_rows(args: &Self::Args, rows: &Array<usize>) -> Self::RowState;
+
+    /// Goes on from a softmax of a lane's row `r` over other keys, with this log-sum-exp, base 2. The accumulator holds
+    /// its output. Only called for [`SoftmaxWeight`](super::weight::SoftmaxWeight).
+    fn go_on(rows: &mut Self::RowState, lse: f32, scale: f32, #[comptime] r: usize);
 
     /// Turns a tile's scores, times `scale`, into weights in place, updates the row state, and rescales `o`,
     /// the accumulator so far, if the row state's reference changes.

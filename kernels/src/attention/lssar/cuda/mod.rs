@@ -175,6 +175,8 @@ impl Weight for LssarWeight {
         LssarRowState { gain, offset, sum, power }
     }
 
+    fn go_on(_rows: &mut LssarRowState, _lse: f32, _scale: f32, #[comptime] _r: usize) {}
+
     fn add_tile(
         rows: &mut LssarRowState,
         s: &mut Accumulator,

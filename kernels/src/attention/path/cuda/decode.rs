@@ -16,6 +16,7 @@ use crate::attention::flash::decode::{KEYS_PER_WARP, WARPS};
 use crate::attention::flash::hooks::{
     Hooks, LaunchOf, NoBiases, PlainOperands, ScaledScore, TileQueries,
 };
+use crate::attention::flash::mask::QueryBlock;
 use crate::attention::flash::problem::{KernelConfig, ProblemShape};
 use crate::attention::flash::weight::{Sinks, SoftmaxWeight, sinks};
 use crate::attention::flash::{
@@ -26,6 +27,7 @@ use crate::attention::path::token_blocks::BlockTransform;
 use crate::backend::{primitive, tensor};
 use crate::cuda::{CudaTensor, buffer, contiguous, empty, narrow, unshare, zeros};
 use crate::ops::matmul::MatMul;
+use crate::tile::warpgroup::RowsAt;
 use crate::tile::{AFragments, Bf16Pair};
 
 // A tile of keys lies in one block.
@@ -399,6 +401,37 @@ struct PartState {
 impl TileQueries for QueriesOfParts {
     type Args = PartQueries;
     type State = PartState;
+
+    const TURNS: bool = false;
+
+    fn queries_at(
+        _args: &PartQueries,
+        _problem: &ProblemShape,
+        block: &QueryBlock,
+        _column: usize,
+        #[comptime] _config: KernelConfig,
+    ) -> RowsAt {
+        block.queries_at()
+    }
+
+    fn keys_at(
+        _args: &PartQueries,
+        _problem: &ProblemShape,
+        block: &QueryBlock,
+        column: usize,
+        #[comptime] _config: KernelConfig,
+    ) -> RowsAt {
+        block.keys_at(column)
+    }
+
+    fn turns(
+        _args: &PartQueries,
+        _block: &QueryBlock,
+        _column: usize,
+        #[comptime] _config: KernelConfig,
+    ) -> bool {
+        false.runtime()
+    }
 
     fn begin(
         _args: &PartQueries,

@@ -4,24 +4,28 @@
 // Device code has no `div_ceil` or `is_multiple_of`.
 #![allow(clippy::manual_div_ceil, clippy::manual_is_multiple_of)]
 
+mod attend;
 mod blocks;
 mod decode;
-mod join;
+
 mod levels;
 mod moves;
 mod moves_back;
 mod parts;
 mod split;
+mod sums;
 
 use burn::tensor::DType;
 
-use self::blocks::{BLOCK, BlockGrads, BlockUpstream, Blocks, OwnAttention};
+use self::attend::attend;
+use self::blocks::{BLOCK, BlockGrads, BlockUpstream, Blocks};
 pub use self::decode::{PathKvCache, Tokens};
-use self::join::{join_attention, sum_of_levels};
 use self::levels::{Masks, Moved, MovedGradients, Saved, middle};
 use self::parts::{Half, Level};
+use self::sums::sum_of_levels;
 use super::op::Path;
 use crate::attention::decay::{self, DecaySums};
+use crate::attention::flash::weight::SoftmaxOutput;
 use crate::attention::flash::{self, Heads, row_dots};
 use crate::backend::Forward;
 use crate::cuda::{CudaTensor, reshaped, zeros};
@@ -54,17 +58,16 @@ pub fn saved_bytes([heads, kv_heads]: [usize; 2], head_dim: usize, seq_len: usiz
 }
 
 /// One call: its blocks, and the levels above them.
-struct Call<'a> {
-    v: &'a CudaTensor,
+struct Call {
     blocks: Blocks,
     masks: Masks,
     levels: Vec<Level>,
 }
 
-impl<'a> Call<'a> {
+impl Call {
     fn new(
         op: &Path,
-        [q, k, v, w, beta]: [&'a CudaTensor; 5],
+        [q, k, v, w, beta]: [&CudaTensor; 5],
         decay: Option<&CudaTensor>,
         documents: Option<&CudaTensor>,
     ) -> Self {
@@ -80,7 +83,7 @@ impl<'a> Call<'a> {
             .decay(decay.as_ref());
         let masks = Masks { window: op.window, documents, decay };
         let levels = Level::all(batch, tokens.next_multiple_of(BLOCK), BLOCK);
-        Call { v, blocks, masks, levels }
+        Call { blocks, masks, levels }
     }
 }
 
@@ -102,15 +105,10 @@ pub(super) fn forward(
         return None;
     }
     let call = Call::new(op, inputs, decay, documents);
-    let (of_blocks, OwnAttention { o, lse }) = call.blocks.forward();
+    let (of_blocks, own) = call.blocks.forward();
     let moved = Moved::new(&call.levels, &of_blocks);
-    let of_levels = call.levels.iter().enumerate().map(|(i, level)| {
-        let rows = moved.rows(&call.levels, i, call.v);
-        call.masks.attend(level, &rows)
-    });
-    let of_levels: Vec<_> = of_levels.collect();
-    let mut output = join_attention(&o, &lse, &call.levels, &of_levels);
-    output.meta.swap(1, 2);
+    let [q, k, v, ..] = inputs;
+    let SoftmaxOutput { o: output, lse, .. } = attend([q, k, v], own, &moved, &call.masks);
     let mut saved = vec![];
     if needs {
         let Moved { q, k, blocks, above } = &moved;

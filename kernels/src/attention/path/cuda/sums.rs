@@ -1,0 +1,115 @@
+//! Sums over all levels.
+
+use burn::tensor::DType;
+use cubecl::cuda::CudaRuntime;
+use cubecl::prelude::*;
+
+use super::parts::Level;
+use crate::attention::flash::{HeadChunks, Heads, as_u32};
+use crate::cuda::{CudaTensor, buffer, empty};
+use crate::ops::cuda::{THREADS, blocks, dim, elements};
+use crate::tile::{CHUNK, Chunk, Quad};
+
+/// The sums over all levels of what their first parts have, `[batch · pairs, heads, part, channels]` in bf16 each.
+/// Returns a tensor `shape`, `[batch, tokens, heads, channels]`, in f32.
+pub fn sum_of_levels(
+    like: &CudaTensor,
+    shape: [usize; 4],
+    levels: &[Level],
+    of_levels: &[CudaTensor],
+) -> CudaTensor {
+    let [_, tokens, heads, channels] = shape;
+    let sums = empty(like, &shape, DType::F32);
+    let count = elements(&sums) / CHUNK;
+    // SAFETY: a thread writes one chunk, and reads those of its token.
+    unsafe {
+        sum_parts::launch_unchecked::<CudaRuntime>(
+            &like.client,
+            blocks(count, THREADS),
+            dim(THREADS),
+            of_levels.iter().map(|x| Heads::new(x).chunks()).collect(),
+            buffer(&sums, 4),
+            as_u32(count),
+            as_u32(tokens),
+            as_u32(heads),
+            as_u32(channels / CHUNK),
+            first_part(levels),
+        );
+    }
+    sums
+}
+
+/// Tokens of a part of the first level.
+fn first_part(levels: &[Level]) -> usize {
+    levels.first().map_or(1, |level| level.part)
+}
+
+/// Reads a chunk of a token's row at each level, 0 where it is in no first part of a pair. No load waits for another.
+#[cube]
+fn load_parts(
+    levels: &Sequence<HeadChunks>,
+    batch: u32,
+    token: u32,
+    tokens: u32,
+    head: u32,
+    chunk: usize,
+    #[comptime] part: usize,
+) -> Array<Chunk> {
+    let mut loaded = Array::<Chunk>::new(comptime!(levels.len() + 1));
+    #[unroll]
+    for i in 0..levels.len() {
+        let HeadChunks { chunks, strides } = levels.index(i);
+        let part = comptime!((part << i) as u32);
+        let pairs = (tokens + comptime!(part - 1)) / part / 2;
+        let pair = token / part / 2;
+        let mut value = Chunk::cast_from(0f32);
+        if (pair < pairs) & (token / part % 2 == 0) {
+            let sequence = (batch * pairs + pair) as usize;
+            let row = (token % part) as usize * strides.row as usize;
+            value = chunks[strides.base(sequence, head as usize) + row + chunk];
+        }
+        loaded[i] = value;
+    }
+    loaded
+}
+
+/// See [`sum_of_levels`]; `part` is the number of tokens of a part at the first level.
+#[cube(launch_unchecked, address_type = "u64")]
+fn sum_parts(
+    levels: &Sequence<HeadChunks>,
+    sums: &mut Array<Quad>,
+    count: u32,
+    tokens: u32,
+    heads: u32,
+    chunks: u32,
+    #[comptime] part: usize,
+) {
+    let at = ABSOLUTE_POS;
+    if at < count as usize {
+        let (row, chunk) = (at as u32 / chunks, at as u32 % chunks);
+        let (head, token, batch) = (row % heads, row / heads % tokens, row / heads / tokens);
+        let of_levels = load_parts(levels, batch, token, tokens, head, chunk as usize, part);
+        let mut values = Array::<f32>::new(CHUNK);
+        #[unroll]
+        for c in 0..CHUNK {
+            values[c] = 0f32;
+        }
+        #[unroll]
+        for i in 0..levels.len() {
+            let further = of_levels[i];
+            #[unroll]
+            for c in 0..CHUNK {
+                values[c] += f32::cast_from(further[c]);
+            }
+        }
+        #[unroll]
+        for half in 0..2usize {
+            let mut four = Quad::cast_from(0f32);
+            #[unroll]
+            for c in 0..4usize {
+                four[c] = values[comptime!(4 * half + c)];
+            }
+            sums[at * 2 + half] = four;
+        }
+    }
+}
