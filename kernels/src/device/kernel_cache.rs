@@ -8,6 +8,7 @@ use std::hash::Hasher;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+use std::time::{Duration, SystemTime};
 
 use cubecl::config::CubeClRuntimeConfig;
 use cubecl::config::RuntimeConfig;
@@ -17,6 +18,9 @@ use super::Device;
 
 /// The prefix of a folder's name.
 const PREFIX: &str = "kernels-";
+
+/// How long a folder of another build is kept after its last use: that build may still run.
+const KEPT: Duration = Duration::from_secs(14 * 24 * 3600);
 
 /// The cache of compiled kernels.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,7 +43,7 @@ impl KernelCache {
 }
 
 /// Caches the kernels that `device` compiles in the user's cache folder (`$XDG_CACHE_HOME/longwall` or
-/// `~/.cache/longwall`) and removes those of other builds. Only the first call of a process has an effect;
+/// `~/.cache/longwall`) and removes those of builds that have not run for two weeks. Only the first call of a process has an effect;
 /// it must precede the first tensor on the GPU.
 pub fn keep_kernels(device: &Device) -> KernelCache {
     static CACHE: OnceLock<KernelCache> = OnceLock::new();
@@ -48,7 +52,7 @@ pub fn keep_kernels(device: &Device) -> KernelCache {
         let base = base().ok_or("neither XDG_CACHE_HOME nor HOME is set")?;
         let build = build().map_err(|error| format!("the program cannot be read: {error}"))?;
         let target = target(device.index).ok_or("the driver does not name the architecture")?;
-        let cache = open(&base, &build, &target)
+        let cache = open(&base, &build, &target, SystemTime::now() - KEPT)
             .map_err(|error| format!("{} cannot be written: {error}", base.display()))?;
         if let KernelCache::New(path) | KernelCache::Found(path) = &cache {
             configure(path)?;
@@ -109,13 +113,14 @@ fn target(index: usize) -> Option<String> {
     Some(format!("sm{major}{minor}-nvrtc{}.{}", version[0], version[1]))
 }
 
-/// Finds or creates the folder of `build` and `target` in `base`; creating it removes those of other builds.
-fn open(base: &Path, build: &str, target: &str) -> io::Result<KernelCache> {
+/// Finds or creates the folder of `build` and `target` in `base`; creating it removes those of other builds that have
+/// not run since `kept_from`.
+fn open(base: &Path, build: &str, target: &str, kept_from: SystemTime) -> io::Result<KernelCache> {
     let own = format!("{PREFIX}{build}-");
     let path = base.join(format!("{own}{target}"));
     let found = path.is_dir();
     fs::create_dir_all(&path)?;
-    // The runtime aborts the program if it cannot write, so test that first.
+    // The runtime aborts the program if it cannot write, so test that first. It also marks the folder as used.
     let probe = path.join(format!("probe-{}", std::process::id()));
     fs::write(&probe, [])?;
     fs::remove_file(&probe)?;
@@ -125,7 +130,9 @@ fn open(base: &Path, build: &str, target: &str) -> io::Result<KernelCache> {
     for entry in fs::read_dir(base)?.flatten() {
         let name = entry.file_name();
         let name = name.to_string_lossy();
-        if name.starts_with(PREFIX) && !name.starts_with(&own) {
+        let used = entry.metadata().and_then(|metadata| metadata.modified());
+        let old = used.is_ok_and(|used| used < kept_from);
+        if name.starts_with(PREFIX) && !name.starts_with(&own) && old {
             // A folder that cannot be removed only takes space.
             let _ = fs::remove_dir_all(entry.path());
         }
@@ -155,14 +162,19 @@ mod tests {
     }
 
     #[test]
-    fn a_new_build_removes_the_folders_of_others_and_nothing_else() {
+    fn a_new_build_removes_the_old_folders_of_others_and_nothing_else() {
         let base = Folder::new("kernel-cache");
-        let open = |build, target| open(&base.0, build, target).unwrap();
+        let start = SystemTime::now() - Duration::from_secs(60);
+        let later = SystemTime::now() + Duration::from_secs(60);
+        let open_from = |build, target, from| open(&base.0, build, target, from).unwrap();
+        let open = |build, target| open_from(build, target, start);
         assert!(matches!(open("aaaa", "sm90"), KernelCache::New(_)));
         assert!(matches!(open("aaaa", "sm90"), KernelCache::Found(_)));
         assert!(matches!(open("aaaa", "sm80"), KernelCache::New(_)));
         fs::create_dir(base.0.join("other")).unwrap();
-        let KernelCache::New(path) = open("bbbb", "sm90") else {
+        assert!(matches!(open("cccc", "sm90"), KernelCache::New(_)));
+        assert!(base.0.join("kernels-aaaa-sm90").is_dir(), "it has just run");
+        let KernelCache::New(path) = open_from("bbbb", "sm90", later) else {
             panic!("a new build, an old folder")
         };
         assert!(path.is_dir() && base.0.join("other").is_dir());
@@ -175,7 +187,7 @@ mod tests {
         let base = Folder::new("kernel-cache-file");
         let file = base.0.join("file");
         fs::write(&file, []).unwrap();
-        assert!(open(&file, "aaaa", "sm90").is_err());
+        assert!(open(&file, "aaaa", "sm90", SystemTime::now()).is_err());
     }
 
     #[test]

@@ -44,7 +44,7 @@ use self::backward::{BackwardInputsLaunch, LANES_PER_ROW, dkv, dq, dqkv};
 pub use self::cache_buffer::{CacheBuffer, capacity, expired};
 pub use self::decode::decode;
 use self::forward::{EarlierLaunch, QkvLaunch};
-pub use self::heads::{HeadChunks, HeadChunksLaunch, HeadPairs, HeadQuads, Heads};
+pub use self::heads::{HeadChunks, HeadChunksLaunch, HeadNumbers, HeadPairs, HeadQuads, Heads};
 use self::hooks::{
     Biases, BiasesOf, GradientOf, Hooks, LaunchOf, Operands, OperandsOf, SavedRows, Score, ScoreOf,
     StatisticsOf, sums_of_columns, sums_of_rows,

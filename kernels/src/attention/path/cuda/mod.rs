@@ -162,7 +162,7 @@ pub(super) fn backward(
         of_values.push(of_scores.dv);
     }
     of_values.reverse();
-    let d_v = sum_of_levels(q, of_vectors[1], &call.levels, &of_values);
+    let d_v = sum_of_levels(q, of_vectors[1], &of_values);
     let gradients = gradients.unwrap_or_else(|| MovedGradients::last(q, of_vectors, None));
     let BlockGrads { q, k, v, w, beta } = call.blocks.backward(
         inverses,

@@ -4,20 +4,15 @@ use burn::tensor::DType;
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
-use super::parts::Level;
+use super::blocks::BLOCK;
 use crate::attention::flash::{HeadChunks, Heads, as_u32};
 use crate::cuda::{CudaTensor, buffer, empty};
 use crate::ops::cuda::{THREADS, blocks, dim, elements};
 use crate::tile::{CHUNK, Chunk, Quad};
 
-/// The sums over all levels of what their first parts have, `[batch · pairs, heads, part, channels]` in bf16 each.
+/// The sums over all levels, from parts of one block on, of what their first parts have, `[batch · pairs, heads, part, channels]` in bf16 each.
 /// Returns a tensor `shape`, `[batch, tokens, heads, channels]`, in f32.
-pub fn sum_of_levels(
-    like: &CudaTensor,
-    shape: [usize; 4],
-    levels: &[Level],
-    of_levels: &[CudaTensor],
-) -> CudaTensor {
+pub fn sum_of_levels(like: &CudaTensor, shape: [usize; 4], of_levels: &[CudaTensor]) -> CudaTensor {
     let [_, tokens, heads, channels] = shape;
     let sums = empty(like, &shape, DType::F32);
     let count = elements(&sums) / CHUNK;
@@ -33,15 +28,9 @@ pub fn sum_of_levels(
             as_u32(tokens),
             as_u32(heads),
             as_u32(channels / CHUNK),
-            first_part(levels),
         );
     }
     sums
-}
-
-/// Tokens of a part of the first level.
-fn first_part(levels: &[Level]) -> usize {
-    levels.first().map_or(1, |level| level.part)
 }
 
 /// Reads a chunk of a token's row at each level, 0 where it is in no first part of a pair. No load waits for another.
@@ -53,13 +42,12 @@ fn load_parts(
     tokens: u32,
     head: u32,
     chunk: usize,
-    #[comptime] part: usize,
 ) -> Array<Chunk> {
     let mut loaded = Array::<Chunk>::new(comptime!(levels.len() + 1));
     #[unroll]
     for i in 0..levels.len() {
         let HeadChunks { chunks, strides } = levels.index(i);
-        let part = comptime!((part << i) as u32);
+        let part = comptime!((BLOCK << i) as u32);
         let pairs = (tokens + comptime!(part - 1)) / part / 2;
         let pair = token / part / 2;
         let mut value = Chunk::cast_from(0f32);
@@ -73,7 +61,7 @@ fn load_parts(
     loaded
 }
 
-/// See [`sum_of_levels`]; `part` is the number of tokens of a part at the first level.
+/// See [`sum_of_levels`].
 #[cube(launch_unchecked, address_type = "u64")]
 fn sum_parts(
     levels: &Sequence<HeadChunks>,
@@ -82,13 +70,12 @@ fn sum_parts(
     tokens: u32,
     heads: u32,
     chunks: u32,
-    #[comptime] part: usize,
 ) {
     let at = ABSOLUTE_POS;
     if at < count as usize {
         let (row, chunk) = (at as u32 / chunks, at as u32 % chunks);
         let (head, token, batch) = (row % heads, row / heads % tokens, row / heads / tokens);
-        let of_levels = load_parts(levels, batch, token, tokens, head, chunk as usize, part);
+        let of_levels = load_parts(levels, batch, token, tokens, head, chunk as usize);
         let mut values = Array::<f32>::new(CHUNK);
         #[unroll]
         for c in 0..CHUNK {
