@@ -291,6 +291,8 @@ pub struct QueryBlock {
     pub head: usize,
     /// Its kv head.
     pub kv_head: usize,
+    /// Its head of v.
+    pub value_head: usize,
     /// batch · heads + head.
     pub batch_head: usize,
     /// The first query.
@@ -326,10 +328,6 @@ impl QueryBlock {
             let pruned = mask.pruned.as_ref().unwrap();
             from = max(from, pruned.least_of_block(batch_head, first_query, queries, config.warps));
         }
-        if comptime!(config.causality == Causality::AllKeys) {
-            // A block visits at least one tile.
-            from = min(from, last);
-        }
         let from_tile = from / config.tile;
         let mut tiles = last / config.tile + 1 - from_tile;
         if comptime!(config.causality == Causality::BeforeBlock) {
@@ -341,6 +339,7 @@ impl QueryBlock {
             batch,
             head,
             kv_head: head / group,
+            value_head: problem.value_head(head / group, config),
             batch_head,
             first_query,
             offset,
@@ -357,6 +356,11 @@ impl QueryBlock {
     /// Where the keys from `column` on are in k.
     pub fn keys_at(&self, column: usize) -> RowsAt {
         RowsAt { batch: self.batch, head: self.kv_head, row: column }
+    }
+
+    /// Where the values from `column` on are in v.
+    pub fn values_at(&self, column: usize) -> RowsAt {
+        RowsAt { batch: self.batch, head: self.value_head, row: column }
     }
 
     /// The first key of the tile of iteration `back`: tiles are visited from the last to the first.
@@ -388,9 +392,6 @@ impl QueryBlock {
         let mut empty = first_query >= queries;
         if comptime!(config.causality == Causality::BeforeBlock) {
             empty |= from >= first;
-        }
-        if comptime!(config.causality == Causality::AllKeys) {
-            from = min(from, last_key);
         }
         QueryGroup {
             first,
@@ -429,7 +430,7 @@ pub struct QueryGroup {
     pub from: usize,
     /// The first key that all queries attend to, as far as causality allows.
     pub all_from: usize,
-    /// Whether the group has no queries, or none that sees a key.
+    /// Whether the group has no queries, or with [`Causality::BeforeBlock`] none that sees a key.
     pub empty: bool,
 }
 

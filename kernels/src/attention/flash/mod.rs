@@ -43,7 +43,7 @@ use self::backward::dq_sums::{self, DqSumsLaunch, dq_from_sums, vectors_per_tile
 use self::backward::{BackwardInputsLaunch, LANES_PER_ROW, dkv, dq, dqkv};
 pub use self::cache_buffer::{CacheBuffer, capacity, expired};
 pub use self::decode::decode;
-use self::forward::{EarlierLaunch, QkvLaunch};
+use self::forward::QkvLaunch;
 pub use self::heads::{HeadChunks, HeadChunksLaunch, HeadNumbers, HeadPairs, HeadQuads, Heads};
 use self::hooks::{
     Biases, BiasesOf, GradientOf, Hooks, LaunchOf, Operands, OperandsOf, SavedRows, Score, ScoreOf,
@@ -128,7 +128,7 @@ pub struct FlashAttention<A: Hooks> {
     scale: f32,
     views: usize,
     causality: Causality,
-    tiles_of: Option<[Heads; 2]>,
+    rows_in: Option<[Heads; 2]>,
     window: Option<usize>,
     documents: Option<CudaTensor>,
     pruned: Option<Pruned>,
@@ -161,7 +161,7 @@ impl<A: Hooks> FlashAttention<A> {
             scale,
             views: 1,
             causality: Causality::UpToOwn,
-            tiles_of: None,
+            rows_in: None,
             window: None,
             documents: None,
             pruned: None,
@@ -180,15 +180,17 @@ impl<A: Hooks> FlashAttention<A> {
         FlashAttention { ragged: Some(kv.clone()), ..flash }
     }
 
-    /// With all queries after all keys. A query may then see no key: its output is 0, and its log-sum-exp
-    /// −[`MASKED`](crate::tile::MASKED), with which the backward pass gives it no weight.
+    /// The backward pass with all queries after all keys. A query may then see no key.
     pub fn after_keys(self) -> Self {
         FlashAttention { causality: Causality::AllKeys, ..self }
     }
 
-    /// The forward pass with only the keys before the query's block of 64, where there are as many queries as keys.
-    /// A query may then see no key.
+    /// The forward pass with only the keys before the query's block of 64. A query may then see no key.
+    ///
+    /// # Panics
+    /// Unless there are as many queries as keys.
     pub fn before_blocks(self) -> Self {
+        assert_eq!(self.q.dims[2], self.k.dims[2], "queries and keys");
         FlashAttention { causality: Causality::BeforeBlock, ..self }
     }
 
@@ -196,13 +198,14 @@ impl<A: Hooks> FlashAttention<A> {
     /// of those that give the shapes: where [`Operands::queries_at`] and [`Operands::keys_at`] say.
     ///
     /// # Panics
-    /// Unless their heads and channels are those of q and k.
-    pub fn tiles_of(self, tensors: [&CudaTensor; 2]) -> Self {
+    /// Unless they are in bf16 and their heads and channels are those of q and k.
+    pub fn rows_in(self, tensors: [&CudaTensor; 2]) -> Self {
         let tensors = tensors.map(Heads::new);
         for (tensor, shape) in tensors.iter().zip([&self.q, &self.k]) {
+            assert_eq!(tensor.tensor.dtype, DType::BF16);
             assert_eq!([tensor.dims[1], tensor.dims[3]], [shape.dims[1], shape.dims[3]]);
         }
-        FlashAttention { tiles_of: Some(tensors), ..self }
+        FlashAttention { rows_in: Some(tensors), ..self }
     }
 
     /// The positions of queries and keys, from 0 on.
@@ -259,6 +262,12 @@ impl<A: Hooks> FlashAttention<A> {
     /// An uninitialised tensor for o.
     fn output(&self) -> Heads {
         self.q.like_with(self.q.tensor.dtype, self.v.dims[3])
+    }
+
+    /// Its shape.
+    fn output_dims(&self) -> [usize; 4] {
+        let [batch, heads, queries, _] = self.q.dims;
+        [batch, heads, queries, self.v.dims[3]]
     }
 
     /// Whether several heads of k share one of v.
@@ -346,17 +355,17 @@ impl<A: Hooks> FlashAttention<A> {
         self.forward_saving(statistics, None, None)
     }
 
-    /// [`FlashAttention::forward`], which with `earlier` goes on from it, and with `carries` also writes these.
+    /// [`FlashAttention::forward`], which goes on from `earlier` outputs, and with `carries` also writes these.
     fn forward_saving(
         &self,
         statistics: LaunchOf<StatisticsOf<A>>,
-        earlier: Option<EarlierLaunch<CudaRuntime>>,
+        earlier: Option<&Heads>,
         carries: Option<SavedCarriesLaunch<CudaRuntime>>,
     ) -> CudaTensor {
         assert!(self.ragged.is_none(), "only decoding reads ragged heads");
         let [batch, heads, queries, _] = self.q.dims;
         let o = self.output();
-        let [q, k] = match &self.tiles_of {
+        let [q, k] = match &self.rows_in {
             Some([q, k]) => [q, k],
             None => [&self.q, &self.k],
         };
@@ -379,7 +388,7 @@ impl<A: Hooks> FlashAttention<A> {
                 self.hooks.biases(),
                 self.hooks.score(),
                 self.hooks.weight(),
-                earlier.into(),
+                earlier.map(Heads::pairs).into(),
                 o.quads(),
                 statistics,
                 carries.into(),
@@ -396,6 +405,8 @@ impl<A: Hooks> FlashAttention<A> {
         grad: &CudaTensor,
         saved: impl Fn() -> LaunchOf<SavedRows<A>>,
     ) -> Gradients {
+        let whole = self.causality != Causality::BeforeBlock && self.rows_in.is_none();
+        assert!(whole, "a forward pass alone");
         let grad = Heads::new(grad);
         let sums = |rows| {
             let [batch, heads, _, _] = self.q.dims;

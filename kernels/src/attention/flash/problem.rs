@@ -9,9 +9,9 @@ use crate::tile::warpgroup::GROUP_ROWS;
 pub enum Causality {
     /// Those up to its own.
     UpToOwn,
-    /// Those before its block of 64 queries, each of which is at its own key.
+    /// Those before its block of 64 queries, where query i is at key i.
     BeforeBlock,
-    /// All: all queries come after all keys.
+    /// All, because all queries come after all keys: in the backward pass.
     AllKeys,
 }
 
@@ -84,11 +84,11 @@ impl ProblemShape {
         (self.positions - self.queries) as usize
     }
 
-    /// The last key that causality allows the query at `position`, which must have one.
+    /// The last key that causality allows the query at `position`; 0 if there is none.
     pub fn last_key(&self, position: usize, #[comptime] config: KernelConfig) -> usize {
         let mut key = position;
         if comptime!(config.causality == Causality::BeforeBlock) {
-            key = position / GROUP_ROWS * GROUP_ROWS - 1;
+            key = max(position / GROUP_ROWS * GROUP_ROWS, 1usize) - 1;
         }
         if comptime!(config.causality == Causality::AllKeys) {
             key = self.keys as usize - 1;

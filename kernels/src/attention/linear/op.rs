@@ -1,7 +1,7 @@
 //! The operation of linear attention: on the CPU, on CUDA's chunked core, or by operations of tensors.
 
-use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::Tensor;
+use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn_flex::FlexTensor;
 
 use super::cpu;

@@ -132,7 +132,7 @@ impl<const OFFSETS: bool> Weight for RectifiedWeight<OFFSETS> {
     const SEES_ITSELF: bool = true;
     const IN_ORDER: bool = false;
 
-    fn init_rows(args: &RectifiedRows, rows: &Array<usize>) -> RectifiedRowState {
+    fn init_rows(args: &RectifiedRows, rows: &Array<usize>, _scale: f32) -> RectifiedRowState {
         let mut offsets = Array::<f32>::new(2usize);
         #[unroll]
         for r in 0..2usize {
@@ -144,8 +144,6 @@ impl<const OFFSETS: bool> Weight for RectifiedWeight<OFFSETS> {
         let power = comptime!(args.power);
         RectifiedRowState { offsets, power }
     }
-
-    fn go_on(_rows: &mut RectifiedRowState, _lse: f32, _scale: f32, #[comptime] _r: usize) {}
 
     fn add_tile(
         rows: &mut RectifiedRowState,

@@ -28,8 +28,8 @@ impl<G: Numeric + Element, T: TileQueries> Operands for PlainOperands<G, T> {
     type Dkv = ();
     type Decode = T::State;
 
-    const Q_IN_REGISTERS: bool = T::TURNS;
-    const TURNS: bool = T::TURNS;
+    const Q_IN_REGISTERS: bool = T::CHANGES_QUERIES;
+    const CHANGES_QUERIES: bool = T::CHANGES_QUERIES;
     const DK_IN_REVERSE: bool = false;
     const DQ_BY_KEYS: bool = true;
     const NEEDS_EQUAL_DS: bool = false;
@@ -45,7 +45,11 @@ impl<G: Numeric + Element, T: TileQueries> Operands for PlainOperands<G, T> {
         warp: usize,
         #[comptime] config: KernelConfig,
     ) -> AFragments {
-        if comptime!(T::TURNS) { own_queries(q_tile, warp, config) } else { AFragments::new() }
+        if comptime!(T::CHANGES_QUERIES) {
+            own_queries(q_tile, warp, config)
+        } else {
+            AFragments::new()
+        }
     }
 
     fn start_scores(
@@ -58,7 +62,7 @@ impl<G: Numeric + Element, T: TileQueries> Operands for PlainOperands<G, T> {
         #[comptime] fresh: bool,
         #[comptime] config: KernelConfig,
     ) {
-        if comptime!(T::TURNS) {
+        if comptime!(T::CHANGES_QUERIES) {
             start_abt(queries, k_tile, at, s, fresh, comptime!(config.tile / 8));
         } else {
             start_plain_scores(s, q_tile, k_tile, at, warp, fresh, config);
@@ -67,34 +71,31 @@ impl<G: Numeric + Element, T: TileQueries> Operands for PlainOperands<G, T> {
 
     fn queries_at(
         args: &T::Args,
-        problem: &ProblemShape,
         block: &QueryBlock,
         column: usize,
         #[comptime] config: KernelConfig,
     ) -> RowsAt {
-        T::queries_at(args, problem, block, column, config)
+        T::queries_at(args, block, column, config)
     }
 
     fn keys_at(
         args: &T::Args,
-        problem: &ProblemShape,
         block: &QueryBlock,
         column: usize,
         #[comptime] config: KernelConfig,
     ) -> RowsAt {
-        T::keys_at(args, problem, block, column, config)
+        T::keys_at(args, block, column, config)
     }
 
-    fn turns(
-        args: &T::Args,
+    fn changes_queries(
         block: &QueryBlock,
         column: usize,
         #[comptime] config: KernelConfig,
     ) -> bool {
-        T::turns(args, block, column, config)
+        T::changes_queries(block, column, config)
     }
 
-    fn turn(
+    fn take_queries(
         queries: &mut AFragments,
         q_tile: &SharedMemory<Chunk>,
         warp: usize,
@@ -232,11 +233,10 @@ impl TileQueries for SameQueries {
     type Args = ();
     type State = ();
 
-    const TURNS: bool = false;
+    const CHANGES_QUERIES: bool = false;
 
     fn queries_at(
         _args: &(),
-        _problem: &ProblemShape,
         block: &QueryBlock,
         _column: usize,
         #[comptime] _config: KernelConfig,
@@ -246,7 +246,6 @@ impl TileQueries for SameQueries {
 
     fn keys_at(
         _args: &(),
-        _problem: &ProblemShape,
         block: &QueryBlock,
         column: usize,
         #[comptime] _config: KernelConfig,
@@ -254,8 +253,7 @@ impl TileQueries for SameQueries {
         block.keys_at(column)
     }
 
-    fn turns(
-        _args: &(),
+    fn changes_queries(
         _block: &QueryBlock,
         _column: usize,
         #[comptime] _config: KernelConfig,

@@ -3,7 +3,7 @@
 //!
 //! | hook | purpose | default |
 //! | --- | --- | --- |
-//! | [`Operands`] | transform q and k of a pair of tiles before their product | [`PlainOperands`]: unchanged |
+//! | [`Operands`] | where q and k of a pair of tiles are; transform them before their product | [`PlainOperands`]: unchanged |
 //! | [`Biases`] | add biases to scores by row and column | [`NoBiases`] |
 //! | [`Score`] | turn a product q·k into a score | [`ScaledScore`]: scale · q·k |
 //! | [`Weight`] | turn scores into weights and normalise rows | [`SoftmaxWeight`](super::weight::SoftmaxWeight) |
@@ -133,9 +133,9 @@ pub trait Operands: Send + Sync + 'static {
 
     /// Whether the forward pass holds queries in registers.
     const Q_IN_REGISTERS: bool;
-    /// Whether the forward pass reads other queries where [`Operands::turns`] says so, which takes
+    /// Whether queries may differ between tiles of keys in the forward pass, which takes
     /// [`Operands::Q_IN_REGISTERS`].
-    const TURNS: bool;
+    const CHANGES_QUERIES: bool;
     /// Whether dk is summed from the last query tile to the first, with the heads of a group interleaved at
     /// each tile.
     const DK_IN_REVERSE: bool;
@@ -177,7 +177,6 @@ pub trait Operands: Send + Sync + 'static {
     /// Where the rows of the block's queries are that meet the keys from `column` on.
     fn queries_at(
         args: &Self::Args,
-        problem: &ProblemShape,
         block: &QueryBlock,
         column: usize,
         #[comptime] config: KernelConfig,
@@ -186,23 +185,18 @@ pub trait Operands: Send + Sync + 'static {
     /// Where the rows of the keys from `column` on are.
     fn keys_at(
         args: &Self::Args,
-        problem: &ProblemShape,
         block: &QueryBlock,
         column: usize,
         #[comptime] config: KernelConfig,
     ) -> RowsAt;
 
     /// Whether the key tile from `column` on meets other queries than the tile after it. Only called with
-    /// [`Operands::TURNS`].
-    fn turns(
-        args: &Self::Args,
-        block: &QueryBlock,
-        column: usize,
-        #[comptime] config: KernelConfig,
-    ) -> bool;
+    /// [`Operands::CHANGES_QUERIES`].
+    fn changes_queries(block: &QueryBlock, column: usize, #[comptime] config: KernelConfig)
+    -> bool;
 
-    /// Takes the queries from their tile. Only called with [`Operands::TURNS`].
-    fn turn(
+    /// Takes the queries from their tile. Only called with [`Operands::CHANGES_QUERIES`].
+    fn take_queries(
         state: &mut Self::Forward,
         q_tile: &SharedMemory<Chunk>,
         warp: usize,
@@ -320,7 +314,8 @@ pub trait Operands: Send + Sync + 'static {
     );
 }
 
-/// The queries of [`PlainOperands`] in the forward pass and in decoding, where they may differ between tiles of keys.
+/// The queries of [`PlainOperands`] in the forward pass and in decoding, where they may differ between tiles of keys; and
+/// where the rows of both are.
 #[cube]
 pub trait TileQueries: Send + Sync + 'static {
     /// The launch arguments.
@@ -328,13 +323,12 @@ pub trait TileQueries: Send + Sync + 'static {
     /// The state of a warp in decoding.
     type State: CubeType;
 
-    /// As [`Operands::TURNS`].
-    const TURNS: bool;
+    /// As [`Operands::CHANGES_QUERIES`].
+    const CHANGES_QUERIES: bool;
 
     /// As [`Operands::queries_at`].
     fn queries_at(
         args: &Self::Args,
-        problem: &ProblemShape,
         block: &QueryBlock,
         column: usize,
         #[comptime] config: KernelConfig,
@@ -343,19 +337,14 @@ pub trait TileQueries: Send + Sync + 'static {
     /// As [`Operands::keys_at`].
     fn keys_at(
         args: &Self::Args,
-        problem: &ProblemShape,
         block: &QueryBlock,
         column: usize,
         #[comptime] config: KernelConfig,
     ) -> RowsAt;
 
-    /// As [`Operands::turns`].
-    fn turns(
-        args: &Self::Args,
-        block: &QueryBlock,
-        column: usize,
-        #[comptime] config: KernelConfig,
-    ) -> bool;
+    /// As [`Operands::changes_queries`].
+    fn changes_queries(block: &QueryBlock, column: usize, #[comptime] config: KernelConfig)
+    -> bool;
 
     /// The state before the key tile at `column`, the last one; `batch_heads` are a lane's two heads, as
     /// batch · heads + head.
@@ -574,12 +563,8 @@ pub trait Weight: Send + Sync + 'static {
     const IN_ORDER: bool;
 
     /// The state before the first key of a lane's two rows, which have these indices in
-    /// `[batch, heads, queries]`.
-    fn init_rows(args: &Self::Args, rows: &Array<usize>) -> Self::RowState;
-
-    /// Goes on from a softmax of a lane's row `r` over other keys, with this log-sum-exp, base 2. The accumulator holds
-    /// its output. Only called for [`SoftmaxWeight`](super::weight::SoftmaxWeight).
-    fn go_on(rows: &mut Self::RowState, lse: f32, scale: f32, #[comptime] r: usize);
+    /// `[batch, heads, queries]`, and whose scores are times `scale`.
+    fn init_rows(args: &Self::Args, rows: &Array<usize>, scale: f32) -> Self::RowState;
 
     /// Turns a tile's scores, times `scale`, into weights in place, updates the row state, and rescales `o`,
     /// the accumulator so far, if the row state's reference changes.

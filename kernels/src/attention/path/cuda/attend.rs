@@ -3,9 +3,6 @@
 //! A query of block b meets a key of block j < b at the level of the highest bit in which b and j differ. From the last
 //! key to the first the levels rise, and at each new one the queries turn to their versions of that level.
 
-// Device code has no `div_ceil`.
-#![allow(clippy::manual_div_ceil)]
-
 use std::marker::PhantomData;
 
 use burn::tensor::bf16;
@@ -19,12 +16,12 @@ use crate::attention::flash::hooks::{
 };
 use crate::attention::flash::mask::QueryBlock;
 use crate::attention::flash::problem::{KernelConfig, ProblemShape};
-use crate::attention::flash::weight::{Sinks, SoftmaxOutput, SoftmaxWeight, sinks};
+use crate::attention::flash::weight::{SoftmaxArgs, SoftmaxOutput, SoftmaxWeight, after};
 use crate::attention::flash::{FlashAttention, as_u32};
 use crate::cuda::{CudaTensor, reshaped};
 use crate::ops::cuda::dims;
 use crate::tile::AFragments;
-use crate::tile::warpgroup::RowsAt;
+use crate::tile::warpgroup::{GROUP_ROWS, RowsAt};
 
 /// Softmax attention over all keys, which goes on from that over each query's own block. The shapes of q, k and v are
 /// those of the call, `[batch, heads or kv_heads, tokens, head_dim]`. Returns o, `[batch, heads, tokens, head_dim]` in
@@ -54,24 +51,27 @@ fn attend_with<B: OptionalDecay>(
         x
     });
     o.meta.swap(1, 2);
-    let decay = masks.decay.clone();
-    let hooks =
-        AcrossBlocks::<B> { batch, blocks: tokens.div_ceil(BLOCK), decay, biases: PhantomData };
+    // Kernels count rows in 32 bits, with their sign.
+    let most = rows.iter().map(|x| x.meta.shape()[2]).max().unwrap_or_default();
+    assert!(i32::try_from(most).is_ok(), "{most} rows of all levels");
+    let layout = [batch, tokens.div_ceil(BLOCK)];
+    let hooks = AcrossBlocks::<B> { layout, decay: masks.decay.clone(), lse, biases: PhantomData };
     // Queries include the scale.
     let flash = FlashAttention::new(inputs, 1.0, hooks)
-        .tiles_of(rows.each_ref())
+        .rows_in(rows.each_ref())
         .before_blocks()
         .window(masks.window)
         .documents(masks.documents.as_ref());
-    flash.softmax_after(&SoftmaxOutput { o, lse, sink: None })
+    flash.softmax_after(&o)
 }
 
 /// The hooks, with biases `B`.
 struct AcrossBlocks<B> {
-    batch: usize,
-    /// Blocks of a sequence.
-    blocks: usize,
+    /// Sequences, and blocks of each.
+    layout: [usize; 2],
     decay: Option<DecaySums>,
+    /// Of the softmax over the queries' own blocks.
+    lse: CudaTensor,
     biases: PhantomData<B>,
 }
 
@@ -81,8 +81,9 @@ impl<B: OptionalDecay> Hooks for AcrossBlocks<B> {
     type Score = ScaledScore;
     type Weight = SoftmaxWeight;
 
-    fn operands(&self) -> LaunchOf<LevelRowsOf> {
-        LevelRowsOfLaunch::new(as_u32(self.batch), as_u32(self.blocks))
+    fn operands(&self) -> LaunchOf<LevelLayout> {
+        let [batch, blocks] = self.layout.map(as_u32);
+        LevelLayoutLaunch::new(batch, blocks)
     }
 
     fn biases(&self) -> LaunchOf<B::Args> {
@@ -91,14 +92,14 @@ impl<B: OptionalDecay> Hooks for AcrossBlocks<B> {
 
     fn score(&self) {}
 
-    fn weight(&self) -> LaunchOf<Sinks> {
-        sinks(None)
+    fn weight(&self) -> LaunchOf<SoftmaxArgs> {
+        after(&self.lse)
     }
 }
 
 /// The rows of all levels as [`Moved`] has them: one level after the other, each `[batch, pairs, part]`.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
-struct LevelRowsOf {
+struct LevelLayout {
     /// Sequences.
     batch: u32,
     /// Blocks of a sequence.
@@ -106,12 +107,12 @@ struct LevelRowsOf {
 }
 
 #[cube]
-impl LevelRowsOf {
+impl LevelLayout {
     /// The row of the first token of a block at `level`, of its half of the parts.
     fn row(&self, sequence: usize, block: u32, level: u32) -> usize {
         let (mut parts, mut before) = (self.blocks, 0u32);
         for below in 0..level {
-            before += self.batch * (parts / 2) << below;
+            before += (self.batch * (parts / 2)) << below;
             parts = (parts + 1) / 2;
         }
         let pair = sequence as u32 * (parts / 2) + (block >> (level + 1));
@@ -120,16 +121,20 @@ impl LevelRowsOf {
     }
 }
 
-/// The block of a thread block's last query.
+// A block of queries is a warpgroup's rows.
+const _: () = assert!(BLOCK == GROUP_ROWS);
+
+/// The last block of a thread block's queries.
 #[cube]
 fn last_block(block: &QueryBlock, #[comptime] config: KernelConfig) -> u32 {
     (block.first_query / BLOCK) as u32 + comptime!((config.rows() / BLOCK) as u32 - 1)
 }
 
-/// The level at which the thread block's queries meet the keys from `column` on. Only its last block has a query that
-/// meets a key of the thread block's own blocks.
+/// The level at which the thread block's queries meet the keys from `column` on. Only its last block has queries that
+/// meet keys of the thread block's own blocks: there are at most two, and two in a tile of keys.
 #[cube]
 fn level_of(block: &QueryBlock, column: usize, #[comptime] config: KernelConfig) -> u32 {
+    comptime!(assert!(config.rows() <= 2 * BLOCK && config.tile <= 2 * BLOCK));
     31u32 - u32::leading_zeros(last_block(block, config) ^ (column / BLOCK) as u32)
 }
 
@@ -138,21 +143,21 @@ struct QueriesOfLevels;
 
 #[cube]
 impl TileQueries for QueriesOfLevels {
-    type Args = LevelRowsOf;
+    type Args = LevelLayout;
     type State = ();
 
-    const TURNS: bool = true;
+    const CHANGES_QUERIES: bool = true;
 
     fn queries_at(
-        args: &LevelRowsOf,
-        _problem: &ProblemShape,
+        args: &LevelLayout,
         block: &QueryBlock,
         column: usize,
         #[comptime] config: KernelConfig,
     ) -> RowsAt {
         let last = last_block(block, config);
         let row = args.row(block.batch, last, level_of(block, column, config));
-        // At the first level the rows of other blocks are before those of the last one.
+        // At the first level only the last block has queries. The rows before them are another pair's, or there are
+        // none, which gives 0; their warpgroup leaves this tile out.
         RowsAt {
             batch: 0usize.runtime(),
             head: block.head,
@@ -161,8 +166,7 @@ impl TileQueries for QueriesOfLevels {
     }
 
     fn keys_at(
-        args: &LevelRowsOf,
-        _problem: &ProblemShape,
+        args: &LevelLayout,
         block: &QueryBlock,
         column: usize,
         #[comptime] config: KernelConfig,
@@ -172,8 +176,7 @@ impl TileQueries for QueriesOfLevels {
         RowsAt { batch: 0usize.runtime(), head: block.kv_head, row }
     }
 
-    fn turns(
-        _args: &LevelRowsOf,
+    fn changes_queries(
         block: &QueryBlock,
         column: usize,
         #[comptime] config: KernelConfig,
@@ -182,7 +185,7 @@ impl TileQueries for QueriesOfLevels {
     }
 
     fn begin(
-        _args: &LevelRowsOf,
+        _args: &LevelLayout,
         _problem: &ProblemShape,
         _batch_heads: &Array<usize>,
         _column: usize,
@@ -192,7 +195,7 @@ impl TileQueries for QueriesOfLevels {
 
     fn turn_to_tile(
         _state: &mut (),
-        _args: &LevelRowsOf,
+        _args: &LevelLayout,
         _q: &mut AFragments,
         _next: usize,
         #[comptime] _config: KernelConfig,

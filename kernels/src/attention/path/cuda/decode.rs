@@ -18,7 +18,7 @@ use crate::attention::flash::hooks::{
 };
 use crate::attention::flash::mask::QueryBlock;
 use crate::attention::flash::problem::{KernelConfig, ProblemShape};
-use crate::attention::flash::weight::{Sinks, SoftmaxWeight, sinks};
+use crate::attention::flash::weight::{SoftmaxArgs, SoftmaxWeight, sinks};
 use crate::attention::flash::{
     CacheBuffer, FlashAttention, Strides, as_u32, decode, expired, padded, strides,
 };
@@ -365,7 +365,7 @@ impl<B: OptionalDecay> Hooks for DecodeHooks<B> {
 
     fn score(&self) {}
 
-    fn weight(&self) -> LaunchOf<Sinks> {
+    fn weight(&self) -> LaunchOf<SoftmaxArgs> {
         sinks(None)
     }
 }
@@ -402,11 +402,10 @@ impl TileQueries for QueriesOfParts {
     type Args = PartQueries;
     type State = PartState;
 
-    const TURNS: bool = false;
+    const CHANGES_QUERIES: bool = false;
 
     fn queries_at(
         _args: &PartQueries,
-        _problem: &ProblemShape,
         block: &QueryBlock,
         _column: usize,
         #[comptime] _config: KernelConfig,
@@ -416,7 +415,6 @@ impl TileQueries for QueriesOfParts {
 
     fn keys_at(
         _args: &PartQueries,
-        _problem: &ProblemShape,
         block: &QueryBlock,
         column: usize,
         #[comptime] _config: KernelConfig,
@@ -424,8 +422,7 @@ impl TileQueries for QueriesOfParts {
         block.keys_at(column)
     }
 
-    fn turns(
-        _args: &PartQueries,
+    fn changes_queries(
         _block: &QueryBlock,
         _column: usize,
         #[comptime] _config: KernelConfig,

@@ -16,7 +16,7 @@ use super::parts::{Half, Level};
 use crate::attention::decay::{DecayBiases, DecaySums, OptionalDecay, SPAN};
 use crate::attention::flash::FlashAttention;
 use crate::attention::flash::hooks::{Hooks, LaunchOf, NoBiases, PlainOperands, ScaledScore};
-use crate::attention::flash::weight::{Sinks, SoftmaxSavedRowsLaunch, SoftmaxWeight, sinks};
+use crate::attention::flash::weight::{SoftmaxArgs, SoftmaxSavedRowsLaunch, SoftmaxWeight, sinks};
 use crate::cuda::{CudaTensor, buffer, empty, narrow, reshaped, zeros};
 use crate::ops::cuda::{as_u32, dims, elements};
 use crate::tile::warpgroup::GROUP_THREADS;
@@ -46,17 +46,15 @@ pub struct Masks {
     pub decay: Option<DecaySums>,
 }
 
-/// The hooks of a level's gradients.
-struct LevelHooks {
+/// The hooks of a level's gradients, with biases `B`.
+struct LevelHooks<B> {
     /// Tokens of a part.
     part: usize,
     decay: Option<DecaySums>,
+    biases: PhantomData<B>,
 }
 
-/// [`LevelHooks`] with biases `B`.
-struct WithBiases<B>(LevelHooks, PhantomData<B>);
-
-impl<B: OptionalDecay> Hooks for WithBiases<B> {
+impl<B: OptionalDecay> Hooks for LevelHooks<B> {
     type Operands = PlainOperands;
     type Biases = B;
     type Score = ScaledScore;
@@ -65,18 +63,18 @@ impl<B: OptionalDecay> Hooks for WithBiases<B> {
     fn operands(&self) {}
 
     fn biases(&self) -> LaunchOf<B::Args> {
-        B::launch(self.0.decay.as_ref())
+        B::launch(self.decay.as_ref())
     }
 
     fn score(&self) {}
 
-    fn weight(&self) -> LaunchOf<Sinks> {
+    fn weight(&self) -> LaunchOf<SoftmaxArgs> {
         sinks(None)
     }
 
     fn block_shape(&self, (groups, tile): (usize, usize), _head_dim: usize) -> (usize, usize) {
         // A tile has the tokens of one part.
-        (groups, tile.min(self.0.part))
+        (groups, tile.min(self.part))
     }
 }
 
@@ -126,12 +124,10 @@ impl Masks {
             let before = reshaped(&before, &[sequences, heads, numbers / 2, 2]);
             DecaySums { within, before }
         });
-        let biased = decay.is_some();
-        let hooks = LevelHooks { part: level.part, decay };
-        if biased {
-            self.gradients::<DecayBiases>(level, rows, hooks, documents.as_ref(), saved)
-        } else {
-            self.gradients::<NoBiases>(level, rows, hooks, documents.as_ref(), saved)
+        let documents = documents.as_ref();
+        match decay {
+            Some(_) => self.gradients::<DecayBiases>(level, rows, decay, documents, saved),
+            None => self.gradients::<NoBiases>(level, rows, decay, documents, saved),
         }
     }
 
@@ -139,7 +135,7 @@ impl Masks {
         &self,
         level: &Level,
         LevelRows { q, k, v }: &LevelRows,
-        hooks: LevelHooks,
+        decay: Option<DecaySums>,
         documents: Option<&CudaTensor>,
         saved: &Saved,
     ) -> LevelGradients {
@@ -149,8 +145,9 @@ impl Masks {
         let lse = level.rows(saved.lse, half, -MASKED);
         let delta = level.rows(saved.delta, half, 0.0);
         let saved = || SoftmaxSavedRowsLaunch::new(buffer(&lse, 1), buffer(&delta, 1));
+        let hooks = LevelHooks::<B> { part: level.part, decay, biases: PhantomData };
         // Queries include the scale.
-        let all = FlashAttention::new([q, k, v], 1.0, WithBiases(hooks, PhantomData::<B>))
+        let all = FlashAttention::new([q, k, v], 1.0, hooks)
             .after_keys()
             .window(self.window)
             .documents(documents)

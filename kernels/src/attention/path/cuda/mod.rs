@@ -1,5 +1,6 @@
 //! PaTH on CUDA's tensor cores, in bf16, in memory linear in seq_len but for a logarithm (`docs/path.md`): kernels for
-//! blocks of 64 tokens, and for each level above them attention on the flash core and moves by products with transforms.
+//! blocks of 64 tokens, moves to the levels above them by products with transforms, and attention on the flash core,
+//! forward over all levels at once, backward level by level.
 
 // Device code has no `div_ceil` or `is_multiple_of`.
 #![allow(clippy::manual_div_ceil, clippy::manual_is_multiple_of)]
@@ -7,7 +8,6 @@
 mod attend;
 mod blocks;
 mod decode;
-
 mod levels;
 mod moves;
 mod moves_back;
@@ -37,8 +37,8 @@ pub fn serves(dtype: DType, batch: usize, heads: usize, head_dim: usize) -> bool
 }
 
 /// The most sequences of `seq_len` tokens, with [query heads, kv heads] of `head_dim` channels, in one call: a grid has
-/// at most 65,535 blocks along its second dimension, where a level's pairs of parts are sequences of their own; and see
-/// [`Blocks::most_tokens`].
+/// at most 65,535 blocks along its second dimension, where in the backward pass a level's pairs of parts are sequences of
+/// their own; and see [`Blocks::most_tokens`].
 pub fn most_sequences(heads: [usize; 2], head_dim: usize, seq_len: usize) -> usize {
     let of_grid = 65_535 / (heads[0] * seq_len.div_ceil(2 * BLOCK).max(1));
     let of_blocks = Blocks::most_tokens(heads, head_dim) / seq_len.next_multiple_of(BLOCK).max(1);

@@ -10,8 +10,9 @@ use crate::cuda::{CudaTensor, buffer, empty};
 use crate::ops::cuda::{THREADS, blocks, dim, elements};
 use crate::tile::{CHUNK, Chunk, Quad};
 
-/// The sums over all levels, from parts of one block on, of what their first parts have, `[batch · pairs, heads, part, channels]` in bf16 each.
-/// Returns a tensor `shape`, `[batch, tokens, heads, channels]`, in f32.
+/// The sums over all levels, from parts of one block on, of what their first parts have,
+/// `[batch · pairs, heads, part, channels]` in bf16 each. Returns a tensor `shape`, `[batch, tokens, heads, channels]`,
+/// in f32.
 pub fn sum_of_levels(like: &CudaTensor, shape: [usize; 4], of_levels: &[CudaTensor]) -> CudaTensor {
     let [_, tokens, heads, channels] = shape;
     let sums = empty(like, &shape, DType::F32);
@@ -33,34 +34,6 @@ pub fn sum_of_levels(like: &CudaTensor, shape: [usize; 4], of_levels: &[CudaTens
     sums
 }
 
-/// Reads a chunk of a token's row at each level, 0 where it is in no first part of a pair. No load waits for another.
-#[cube]
-fn load_parts(
-    levels: &Sequence<HeadChunks>,
-    batch: u32,
-    token: u32,
-    tokens: u32,
-    head: u32,
-    chunk: usize,
-) -> Array<Chunk> {
-    let mut loaded = Array::<Chunk>::new(comptime!(levels.len() + 1));
-    #[unroll]
-    for i in 0..levels.len() {
-        let HeadChunks { chunks, strides } = levels.index(i);
-        let part = comptime!((BLOCK << i) as u32);
-        let pairs = (tokens + comptime!(part - 1)) / part / 2;
-        let pair = token / part / 2;
-        let mut value = Chunk::cast_from(0f32);
-        if (pair < pairs) & (token / part % 2 == 0) {
-            let sequence = (batch * pairs + pair) as usize;
-            let row = (token % part) as usize * strides.row as usize;
-            value = chunks[strides.base(sequence, head as usize) + row + chunk];
-        }
-        loaded[i] = value;
-    }
-    loaded
-}
-
 /// See [`sum_of_levels`].
 #[cube(launch_unchecked, address_type = "u64")]
 fn sum_parts(
@@ -75,7 +48,22 @@ fn sum_parts(
     if at < count as usize {
         let (row, chunk) = (at as u32 / chunks, at as u32 % chunks);
         let (head, token, batch) = (row % heads, row / heads % tokens, row / heads / tokens);
-        let of_levels = load_parts(levels, batch, token, tokens, head, chunk as usize);
+        // Loads of all levels first, so that none waits for another.
+        let mut of_levels = Array::<Chunk>::new(comptime!(levels.len() + 1));
+        #[unroll]
+        for i in 0..levels.len() {
+            let HeadChunks { chunks, strides } = levels.index(i);
+            let part = comptime!((BLOCK << i) as u32);
+            let pairs = (tokens + comptime!(part - 1)) / part / 2;
+            let pair = token / part / 2;
+            let mut value = Chunk::cast_from(0f32);
+            if (pair < pairs) & (token / part % 2 == 0) {
+                let sequence = (batch * pairs + pair) as usize;
+                let row = (token % part) as usize * strides.row as usize;
+                value = chunks[strides.base(sequence, head as usize) + row + chunk as usize];
+            }
+            of_levels[i] = value;
+        }
         let mut values = Array::<f32>::new(CHUNK);
         #[unroll]
         for c in 0..CHUNK {

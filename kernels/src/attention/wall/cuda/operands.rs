@@ -271,7 +271,7 @@ impl Operands for GatedOperands {
     type Decode = GatedDecode;
 
     const Q_IN_REGISTERS: bool = true;
-    const TURNS: bool = false;
+    const CHANGES_QUERIES: bool = false;
     const DK_IN_REVERSE: bool = true;
     const DQ_BY_KEYS: bool = false;
     /// The gate's gradient is a sum of q ⊙ dq − k ⊙ dk, where pairs of later tokens cancel.
@@ -321,7 +321,6 @@ impl Operands for GatedOperands {
 
     fn queries_at(
         _args: &Gates,
-        _problem: &ProblemShape,
         block: &QueryBlock,
         _column: usize,
         #[comptime] _config: KernelConfig,
@@ -331,7 +330,6 @@ impl Operands for GatedOperands {
 
     fn keys_at(
         _args: &Gates,
-        _problem: &ProblemShape,
         block: &QueryBlock,
         column: usize,
         #[comptime] _config: KernelConfig,
@@ -339,8 +337,7 @@ impl Operands for GatedOperands {
         block.keys_at(column)
     }
 
-    fn turns(
-        _args: &Gates,
+    fn changes_queries(
         _block: &QueryBlock,
         _column: usize,
         #[comptime] _config: KernelConfig,
@@ -348,7 +345,7 @@ impl Operands for GatedOperands {
         false.runtime()
     }
 
-    fn turn(
+    fn take_queries(
         _state: &mut GatedForward,
         _q_tile: &SharedMemory<Chunk>,
         _warp: usize,

@@ -3,9 +3,14 @@
 //! pace and starts the next tile's scores before it waits for this tile's product with V (Shah et al.,
 //! "FlashAttention-3", 2024, section 3).
 
+mod loads;
+
 use burn::tensor::bf16;
 use cubecl::prelude::*;
 
+use self::loads::{
+    Tiles, changes_queries, load, load_later, load_queries, skip_tiles, start_first, take_queries,
+};
 use super::heads::{HeadPairs, HeadQuads};
 use super::hooks::{
     BiasArgs, Biases, BiasesOf, Hooks, OperandArgs, Operands, OperandsOf, Score, ScoreArgs,
@@ -15,9 +20,9 @@ use super::in_order::{SavedCarries, nothing_carried, save_carries};
 use super::mask::{Mask, QueryBlock, masked};
 use super::problem::{KernelConfig, ProblemShape};
 use crate::tile::roles::blocks_per_multiprocessor;
-use crate::tile::warpgroup::{GROUP_WARPS, Pipeline, RowsAt, start_pb, to_a_frags, uninit, wait};
+use crate::tile::warpgroup::{GROUP_WARPS, Pipeline, start_pb, to_a_frags, uninit, wait};
 use crate::tile::{
-    ALIGN, Accumulator, CHUNK, Chunk, MASKED, PANEL_DIM, Pair, all_of_block, bytes, define_exp2,
+    ALIGN, Accumulator, CHUNK, Chunk, MASKED, PANEL_DIM, Pair, all_of_block, define_exp2,
     release_tile, zeros,
 };
 
@@ -32,16 +37,7 @@ pub struct Qkv {
     pub v: TensorMap<bf16, Tiled>,
 }
 
-/// A softmax over other keys, from which the pass goes on.
-#[derive(CubeType, CubeLaunch)]
-pub struct Earlier {
-    /// Its output, `[batch, heads, queries, value_dim]`.
-    pub o: HeadPairs<f32>,
-    /// Its log-sum-exps, base 2, `[batch, heads, queries]`.
-    pub lse: Array<f32>,
-}
-
-/// o, and the row statistics of the weights.
+/// o, and the row statistics of the weights; `earlier` is the output over other keys, from which rows go on.
 ///
 /// Grid: blocks of queries, batch · heads.
 #[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
@@ -52,7 +48,7 @@ pub fn forward<A: Hooks>(
     biases: &BiasArgs<A>,
     score: &ScoreArgs<A>,
     weight: &WeightArgs<A>,
-    earlier: &ComptimeOption<Earlier>,
+    earlier: &ComptimeOption<HeadPairs<f32>>,
     o: &mut HeadQuads<bf16>,
     statistics: &mut StatisticsOf<A>,
     carries: &mut ComptimeOption<SavedCarries>,
@@ -62,11 +58,11 @@ pub fn forward<A: Hooks>(
     define_exp2();
     let KernelConfig { padded_head_dim: dim, padded_value_dim: value_dim, warps, tile, .. } =
         comptime!(config);
-    let turns = comptime!(OperandsOf::<A>::TURNS);
+    let changes = comptime!(OperandsOf::<A>::CHANGES_QUERIES);
     let with_biases = comptime!(BiasesOf::<A>::ENABLED);
-    let limited = comptime!(sparse::<A>() || turns && !with_biases);
+    let limited = comptime!(sparse::<A>() || changes && !with_biases);
     if comptime!(limited && warps == GROUP_WARPS && dim.max(value_dim) == PANEL_DIM) {
-        // As many as without votes or queries in registers. With queries and biases, these do not fit.
+        // As many blocks as without votes or queries in registers. With biases too, three do not fit.
         blocks_per_multiprocessor(comptime!("forward".to_string()), comptime!(32 * warps), 3usize);
     }
     let rows = comptime!(config.rows());
@@ -82,33 +78,26 @@ pub fn forward<A: Hooks>(
     let warp = plane_shuffle(UNIT_POS / 32, 0u32) as usize;
     let block = QueryBlock::new(&problem, mask, config);
     let (batch, batch_head) = (block.batch, block.batch_head);
-    let (offset, from, tiles) = (block.offset, block.from, block.tiles);
+    let (offset, from, visited) = (block.offset, block.from, block.tiles);
     let queries = problem.queries as usize;
 
-    // Double-buffered tiles of K and V.
-    let mut pipeline = Pipeline::new(tile, (dim, value_dim), warps);
-    let mut q_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * dim / CHUNK), ALIGN);
+    let mut tiles = Tiles {
+        pipeline: Pipeline::new(tile, (dim, value_dim), warps),
+        queries: SharedMemory::<Chunk>::new_aligned(comptime!(rows * dim / CHUNK), ALIGN),
+    };
     sync_cube();
 
-    let last = from + tiles - 1;
+    let last = from + visited - 1;
     if UNIT_POS == 0 {
-        for back in 0..2usize {
-            if back < tiles {
-                let others = (back == 0) | turns_at::<A>(operands, &block, back, config);
-                load::<A>(&mut pipeline, qkv, operands, &problem, &block, back, others, config);
-                if back == 0 {
-                    load_queries::<A>(
-                        &pipeline,
-                        &mut q_tile,
-                        qkv,
-                        operands,
-                        &problem,
-                        &block,
-                        back,
-                        config,
-                    );
-                }
-            }
+        if visited > 0 {
+            let first = 0usize.runtime();
+            load::<A>(&mut tiles, qkv, operands, &block, first, true.runtime(), config);
+            load_queries::<A>(&mut tiles, qkv, operands, &block, first, config);
+        }
+        if visited > 1 {
+            let second = 1usize.runtime();
+            let others = changes_queries::<A>(&block, second, config);
+            load::<A>(&mut tiles, qkv, operands, &block, second, others, config);
         }
     }
 
@@ -119,16 +108,24 @@ pub fn forward<A: Hooks>(
     let mut seen_from = last - start / tile;
     let mut seen_to = last + 1 - group.from / tile;
     if group.empty {
-        seen_from = tiles;
-        seen_to = tiles;
+        seen_from = visited;
+        seen_to = visited;
     }
     if comptime!(OperandsOf::<A>::Q_IN_REGISTERS) {
-        if tiles > 0 {
-            pipeline.wait(0);
+        if visited > 0 {
+            tiles.pipeline.wait(0);
         }
     }
-    let mut operand_state =
-        OperandsOf::<A>::forward(operands, &problem, &block, &group, &q_tile, start, warp, config);
+    let mut operand_state = OperandsOf::<A>::forward(
+        operands,
+        &problem,
+        &block,
+        &group,
+        &tiles.queries,
+        start,
+        warp,
+        config,
+    );
     let mut bias_state = BiasesOf::<A>::init_key_loop(biases, &problem, &block, &group, config);
     let head_params = ScoreOf::<A>::head(score, block.head);
     let scale = ScoreOf::<A>::scale(score, &problem) * WeightOf::<A>::SCORE_FACTOR;
@@ -138,7 +135,7 @@ pub fn forward<A: Hooks>(
     for r in 0..2usize {
         own_rows[r] = batch_head * queries + min(own + r * 8 + lane / 4, queries - 1);
     }
-    let mut row_state = WeightOf::<A>::init_rows(weight, &own_rows);
+    let mut row_state = WeightOf::<A>::init_rows(weight, &own_rows, scale);
     let first = block.first_keys(&problem, mask, own);
 
     let mut o_acc = zeros(n_dim);
@@ -147,14 +144,11 @@ pub fn forward<A: Hooks>(
         let earlier = earlier.as_ref().unwrap();
         #[unroll]
         for r in 0..2usize {
-            WeightOf::<A>::go_on(&mut row_state, earlier.lse[own_rows[r]], scale, r);
             let row = min(own + r * 8 + lane / 4, queries - 1);
-            let base = earlier.o.at(batch, block.head, row, lane % 4);
+            let base = earlier.at(batch, block.head, row, lane % 4);
             #[unroll]
-            for n in 0..n_dim {
-                if comptime!(n * 8 < config.value_dim) {
-                    o_acc.index_mut(n)[r] = earlier.o.pairs[base + comptime!(n * 4)];
-                }
+            for n in 0..comptime!(config.value_dim / 8) {
+                o_acc.index_mut(n)[r] = earlier.pairs[base + comptime!(n * 4)];
             }
         }
     }
@@ -168,19 +162,18 @@ pub fn forward<A: Hooks>(
             BiasesOf::<A>::read_keys(&mut bias_state, biases, &problem, &block, next, config);
         }
     }
-    let next = start - tile;
+    let after_start = start - tile;
     let ahead = start > group.from;
     let mut waiting = seen_from < seen_to;
-    if turns {
+    if changes {
         if waiting & (seen_from == 0) {
             start_first::<A>(
+                &tiles,
                 &mut operand_state,
                 &mut s,
-                &q_tile,
-                &pipeline,
                 operands,
                 seen_from,
-                next,
+                after_start,
                 ahead,
                 warp,
                 fresh,
@@ -190,45 +183,33 @@ pub fn forward<A: Hooks>(
         }
         // The queries of the second tile take the place of those of the first.
         release_tile();
-        if (UNIT_POS == 0) & (tiles > 1) {
+        if (UNIT_POS == 0) & (visited > 1) {
             let second = 1usize.runtime();
-            if turns_at::<A>(operands, &block, second, config) {
-                load_queries::<A>(
-                    &pipeline,
-                    &mut q_tile,
-                    qkv,
-                    operands,
-                    &problem,
-                    &block,
-                    second,
-                    config,
-                );
+            if changes_queries::<A>(&block, second, config) {
+                load_queries::<A>(&mut tiles, qkv, operands, &block, second, config);
             }
         }
     }
     skip_tiles::<A>(
-        &mut pipeline,
+        &mut tiles,
         &mut operand_state,
-        &mut q_tile,
         qkv,
         operands,
-        &problem,
         &block,
         0usize,
         seen_from,
         warp,
-        turns,
+        changes,
         config,
     );
     if waiting {
         start_first::<A>(
+            &tiles,
             &mut operand_state,
             &mut s,
-            &q_tile,
-            &pipeline,
             operands,
             seen_from,
-            next,
+            after_start,
             ahead,
             warp,
             fresh,
@@ -239,7 +220,7 @@ pub fn forward<A: Hooks>(
     let mut reached = start;
     for back in seen_from..seen_to {
         let first_column = (last - back) * tile;
-        let at = pipeline.second_tile(back);
+        let at = tiles.pipeline.second_tile(back);
         wait(&mut s, 0usize);
 
         make_scores::<A>(
@@ -274,7 +255,7 @@ pub fn forward<A: Hooks>(
         }
         if adds_something::<A>(&s, warp / GROUP_WARPS) {
             let p = to_a_frags(&s, n_keys);
-            start_pb(&p, &pipeline.second_tiles, at, &mut o_acc);
+            start_pb(&p, &tiles.pipeline.second_tiles, at, &mut o_acc);
         }
         // Start the next tile's scores before waiting for this tile's product.
         if (back + 1 < seen_to) & !done {
@@ -282,18 +263,16 @@ pub fn forward<A: Hooks>(
             if biased {
                 start_from_biases::<A>(&mut bias_state, &mut s, inverse, warp, config);
             }
-            pipeline.wait(back + 1);
-            if turns {
-                if turns_at::<A>(operands, &block, back + 1, config) {
-                    OperandsOf::<A>::turn(&mut operand_state, &q_tile, warp, config);
-                }
+            tiles.pipeline.wait(back + 1);
+            if changes {
+                take_queries::<A>(&tiles, &mut operand_state, &block, back + 1, warp, config);
             }
-            let next_at = pipeline.first_tile(back + 1);
+            let next_at = tiles.pipeline.first_tile(back + 1);
             OperandsOf::<A>::start_scores(
                 &mut operand_state,
                 &mut s,
-                &q_tile,
-                &pipeline.first_tiles,
+                &tiles.queries,
+                &tiles.pipeline.first_tiles,
                 next_at,
                 warp,
                 fresh,
@@ -320,35 +299,24 @@ pub fn forward<A: Hooks>(
         if in_order {
             if done {
                 // A block must not end before its loads.
-                if back + 1 < tiles {
-                    pipeline.wait(back + 1);
+                if back + 1 < visited {
+                    tiles.pipeline.wait(back + 1);
                 }
                 break;
             }
         }
-        if pipeline.release(back) & (back + 2 < tiles) {
-            load_later::<A>(
-                &mut pipeline,
-                &mut q_tile,
-                qkv,
-                operands,
-                &problem,
-                &block,
-                back + 2,
-                config,
-            );
+        if tiles.pipeline.release(back) & (back + 2 < visited) {
+            load_later::<A>(&mut tiles, qkv, operands, &block, back + 2, config);
         }
     }
     skip_tiles::<A>(
-        &mut pipeline,
+        &mut tiles,
         &mut operand_state,
-        &mut q_tile,
         qkv,
         operands,
-        &problem,
         &block,
         seen_to,
-        tiles,
+        visited,
         warp,
         false,
         config,
@@ -394,141 +362,6 @@ pub fn forward<A: Hooks>(
         }
     }
     o.store(&o_acc, &factors, batch, block.head, own, queries, config.value_dim);
-}
-
-/// Whether iteration `back`, not the first one, has other queries than the one before.
-#[cube]
-fn turns_at<A: Hooks>(
-    operands: &OperandArgs<A>,
-    block: &QueryBlock,
-    back: usize,
-    #[comptime] config: KernelConfig,
-) -> bool {
-    let mut turns = false;
-    if comptime!(OperandsOf::<A>::TURNS) {
-        turns = OperandsOf::<A>::turns(operands, block, block.column(back, config.tile), config);
-    }
-    turns
-}
-
-/// Starts the loads of an iteration's keys and values; `with_queries` says whether it also waits for queries.
-#[cube]
-fn load<A: Hooks>(
-    pipeline: &mut Pipeline,
-    qkv: &Qkv,
-    operands: &OperandArgs<A>,
-    problem: &ProblemShape,
-    block: &QueryBlock,
-    back: usize,
-    with_queries: bool,
-    #[comptime] config: KernelConfig,
-) {
-    let column = block.column(back, config.tile);
-    let head = problem.value_head(block.kv_head, config);
-    let values = RowsAt { batch: block.batch, head, row: column };
-    let keys = OperandsOf::<A>::keys_at(operands, problem, block, column, config);
-    let mut others = 0u32;
-    if with_queries {
-        others += comptime!(bytes(config.rows(), config.padded_head_dim));
-    }
-    pipeline.load_each(back, &qkv.k, &keys, &qkv.v, &values, others);
-}
-
-/// Starts the load of the queries that an iteration waits for.
-#[cube]
-fn load_queries<A: Hooks>(
-    pipeline: &Pipeline,
-    q_tile: &mut SharedMemory<Chunk>,
-    qkv: &Qkv,
-    operands: &OperandArgs<A>,
-    problem: &ProblemShape,
-    block: &QueryBlock,
-    back: usize,
-    #[comptime] config: KernelConfig,
-) {
-    let (rows, dim) = comptime!((config.rows(), config.padded_head_dim));
-    let column = block.column(back, config.tile);
-    let RowsAt { batch, head, row } =
-        OperandsOf::<A>::queries_at(operands, problem, block, column, config);
-    pipeline.load_also(back, &qkv.q, batch, head, row, q_tile, rows, dim);
-}
-
-/// Starts all loads of an iteration whose stage has been released. No warp then needs the queries of an iteration
-/// before the last one.
-#[cube]
-fn load_later<A: Hooks>(
-    pipeline: &mut Pipeline,
-    q_tile: &mut SharedMemory<Chunk>,
-    qkv: &Qkv,
-    operands: &OperandArgs<A>,
-    problem: &ProblemShape,
-    block: &QueryBlock,
-    back: usize,
-    #[comptime] config: KernelConfig,
-) {
-    let turned = turns_at::<A>(operands, block, back, config);
-    load::<A>(pipeline, qkv, operands, problem, block, back, turned, config);
-    if turned {
-        load_queries::<A>(pipeline, q_tile, qkv, operands, problem, block, back, config);
-    }
-}
-
-/// Starts the scores of iteration `back`, the first that a warpgroup takes part in; if `ahead`, its next tile is at
-/// `next`.
-#[cube]
-fn start_first<A: Hooks>(
-    state: &mut <A::Operands as Operands>::Forward,
-    s: &mut Accumulator,
-    q_tile: &SharedMemory<Chunk>,
-    pipeline: &Pipeline,
-    operands: &OperandArgs<A>,
-    back: usize,
-    next: usize,
-    ahead: bool,
-    warp: usize,
-    #[comptime] fresh: bool,
-    #[comptime] config: KernelConfig,
-) {
-    pipeline.wait(back);
-    let at = pipeline.first_tile(back);
-    OperandsOf::<A>::start_scores(state, s, q_tile, &pipeline.first_tiles, at, warp, fresh, config);
-    if ahead {
-        OperandsOf::<A>::read_ahead(state, operands, next, config);
-    }
-}
-
-/// Releases tiles that the warpgroup does not attend to, loading later ones for the others. If `turning`, takes the
-/// queries of the tiles up to the one after them.
-#[cube]
-fn skip_tiles<A: Hooks>(
-    pipeline: &mut Pipeline,
-    state: &mut <A::Operands as Operands>::Forward,
-    q_tile: &mut SharedMemory<Chunk>,
-    qkv: &Qkv,
-    operands: &OperandArgs<A>,
-    problem: &ProblemShape,
-    block: &QueryBlock,
-    from: usize,
-    to: usize,
-    warp: usize,
-    #[comptime] turning: bool,
-    #[comptime] config: KernelConfig,
-) {
-    for back in from..to {
-        pipeline.wait(back);
-        if turning {
-            if back + 1 < block.tiles {
-                pipeline.wait(back + 1);
-                if turns_at::<A>(operands, block, back + 1, config) {
-                    OperandsOf::<A>::turn(state, q_tile, warp, config);
-                    sync_async_proxy_shared();
-                }
-            }
-        }
-        if pipeline.release(back) & (back + 2 < block.tiles) {
-            load_later::<A>(pipeline, q_tile, qkv, operands, problem, block, back + 2, config);
-        }
-    }
 }
 
 /// Initialises the accumulator of scores with the biases of the tile that was read, times `factor`.

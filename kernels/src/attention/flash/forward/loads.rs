@@ -1,0 +1,160 @@
+//! The loads of the forward pass. Keys and values have two stages; queries, of which some kinds have others for some
+//! tiles of keys, one: they are taken to registers before those of a later tile replace them.
+
+use cubecl::prelude::*;
+
+use super::Qkv;
+use crate::attention::flash::hooks::{Hooks, OperandArgs, Operands, OperandsOf};
+use crate::attention::flash::mask::QueryBlock;
+use crate::attention::flash::problem::KernelConfig;
+use crate::tile::warpgroup::{Pipeline, RowsAt};
+use crate::tile::{Accumulator, Chunk, bytes};
+
+/// The block's tiles in shared memory.
+#[derive(CubeType)]
+pub struct Tiles {
+    /// Double-buffered tiles of keys and values.
+    pub pipeline: Pipeline,
+    /// The tile of queries.
+    pub queries: SharedMemory<Chunk>,
+}
+
+/// Whether iteration `back`, not the first one, has other queries than the one before.
+#[cube]
+pub fn changes_queries<A: Hooks>(
+    block: &QueryBlock,
+    back: usize,
+    #[comptime] config: KernelConfig,
+) -> bool {
+    let mut changes = false;
+    if comptime!(OperandsOf::<A>::CHANGES_QUERIES) {
+        changes = OperandsOf::<A>::changes_queries(block, block.column(back, config.tile), config);
+    }
+    changes
+}
+
+/// Starts the loads of an iteration's keys and values; `with_queries` says whether it also waits for queries.
+#[cube]
+pub fn load<A: Hooks>(
+    tiles: &mut Tiles,
+    qkv: &Qkv,
+    operands: &OperandArgs<A>,
+    block: &QueryBlock,
+    back: usize,
+    with_queries: bool,
+    #[comptime] config: KernelConfig,
+) {
+    let column = block.column(back, config.tile);
+    let keys = OperandsOf::<A>::keys_at(operands, block, column, config);
+    let values = block.values_at(column);
+    let mut others = 0u32;
+    if with_queries {
+        others += comptime!(bytes(config.rows(), config.padded_head_dim));
+    }
+    tiles.pipeline.load_each(back, &qkv.k, &keys, &qkv.v, &values, others);
+}
+
+/// Starts the load of the queries that an iteration waits for.
+#[cube]
+pub fn load_queries<A: Hooks>(
+    tiles: &mut Tiles,
+    qkv: &Qkv,
+    operands: &OperandArgs<A>,
+    block: &QueryBlock,
+    back: usize,
+    #[comptime] config: KernelConfig,
+) {
+    let (rows, dim) = comptime!((config.rows(), config.padded_head_dim));
+    let column = block.column(back, config.tile);
+    let RowsAt { batch, head, row } = OperandsOf::<A>::queries_at(operands, block, column, config);
+    tiles.pipeline.load_also(back, &qkv.q, batch, head, row, &mut tiles.queries, rows, dim);
+}
+
+/// Starts all loads of iteration `back`, whose stage has been released: all warps have taken the queries of the
+/// iteration before.
+#[cube]
+pub fn load_later<A: Hooks>(
+    tiles: &mut Tiles,
+    qkv: &Qkv,
+    operands: &OperandArgs<A>,
+    block: &QueryBlock,
+    back: usize,
+    #[comptime] config: KernelConfig,
+) {
+    let changes = changes_queries::<A>(block, back, config);
+    load::<A>(tiles, qkv, operands, block, back, changes, config);
+    if changes {
+        load_queries::<A>(tiles, qkv, operands, block, back, config);
+    }
+}
+
+/// Takes the queries of iteration `back`, which has been waited for, if they are others than before.
+#[cube]
+pub fn take_queries<A: Hooks>(
+    tiles: &Tiles,
+    state: &mut <A::Operands as Operands>::Forward,
+    block: &QueryBlock,
+    back: usize,
+    warp: usize,
+    #[comptime] config: KernelConfig,
+) {
+    if changes_queries::<A>(block, back, config) {
+        OperandsOf::<A>::take_queries(state, &tiles.queries, warp, config);
+        // Before this warp lets others replace them.
+        sync_async_proxy_shared();
+        sync_plane();
+    }
+}
+
+/// Starts the scores of iteration `back`, the first that a warpgroup takes part in; if `ahead`, its next tile is at
+/// `next`.
+#[cube]
+pub fn start_first<A: Hooks>(
+    tiles: &Tiles,
+    state: &mut <A::Operands as Operands>::Forward,
+    s: &mut Accumulator,
+    operands: &OperandArgs<A>,
+    back: usize,
+    next: usize,
+    ahead: bool,
+    warp: usize,
+    #[comptime] fresh: bool,
+    #[comptime] config: KernelConfig,
+) {
+    tiles.pipeline.wait(back);
+    let at = tiles.pipeline.first_tile(back);
+    let (queries, keys) = (&tiles.queries, &tiles.pipeline.first_tiles);
+    OperandsOf::<A>::start_scores(state, s, queries, keys, at, warp, fresh, config);
+    if ahead {
+        OperandsOf::<A>::read_ahead(state, operands, next, config);
+    }
+}
+
+/// Releases tiles that the warpgroup does not attend to, loading later ones for the others. With `taking`, also takes
+/// the queries of each next tile, and so ends with those of tile `to`.
+#[cube]
+pub fn skip_tiles<A: Hooks>(
+    tiles: &mut Tiles,
+    state: &mut <A::Operands as Operands>::Forward,
+    qkv: &Qkv,
+    operands: &OperandArgs<A>,
+    block: &QueryBlock,
+    from: usize,
+    to: usize,
+    warp: usize,
+    #[comptime] taking: bool,
+    #[comptime] config: KernelConfig,
+) {
+    for back in from..to {
+        tiles.pipeline.wait(back);
+        if taking {
+            if back + 1 < block.tiles {
+                tiles.pipeline.wait(back + 1);
+                take_queries::<A>(tiles, state, block, back + 1, warp, config);
+            }
+        }
+        if tiles.pipeline.release(back) & (back + 2 < block.tiles) {
+            load_later::<A>(tiles, qkv, operands, block, back + 2, config);
+        }
+    }
+}
