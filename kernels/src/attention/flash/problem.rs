@@ -88,7 +88,10 @@ impl ProblemShape {
     pub fn last_key(&self, position: usize, #[comptime] config: KernelConfig) -> usize {
         let mut key = position;
         if comptime!(config.causality == Causality::BeforeBlock) {
-            key = max(position / GROUP_ROWS * GROUP_ROWS, 1usize) - 1;
+            key = position / GROUP_ROWS * GROUP_ROWS;
+            if key > 0 {
+                key -= 1;
+            }
         }
         if comptime!(config.causality == Causality::AllKeys) {
             key = self.keys as usize - 1;
