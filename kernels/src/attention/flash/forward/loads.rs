@@ -1,5 +1,5 @@
 //! The loads of the forward pass. Keys and values have two stages; queries, of which some kinds have others for some
-//! tiles of keys, one: they are taken to registers before those of a later tile replace them.
+//! tiles of keys, one: a warp takes them to registers before it releases the tile before.
 
 use cubecl::prelude::*;
 
@@ -70,8 +70,8 @@ pub fn load_queries<A: Hooks>(
     tiles.pipeline.load_also(back, &qkv.q, batch, head, row, &mut tiles.queries, rows, dim);
 }
 
-/// Starts all loads of iteration `back`, whose stage has been released: all warps have taken the queries of the
-/// iteration before.
+/// Starts all loads of iteration `back`, whose stage has been released: all warps have started the scores of the
+/// iteration before, and so taken its queries.
 #[cube]
 pub fn load_later<A: Hooks>(
     tiles: &mut Tiles,
@@ -85,24 +85,6 @@ pub fn load_later<A: Hooks>(
     load::<A>(tiles, qkv, operands, block, back, changes, config);
     if changes {
         load_queries::<A>(tiles, qkv, operands, block, back, config);
-    }
-}
-
-/// Takes the queries of iteration `back`, which has been waited for, if they are others than before.
-#[cube]
-pub fn take_queries<A: Hooks>(
-    tiles: &Tiles,
-    state: &mut <A::Operands as Operands>::Forward,
-    block: &QueryBlock,
-    back: usize,
-    warp: usize,
-    #[comptime] config: KernelConfig,
-) {
-    if changes_queries::<A>(block, back, config) {
-        OperandsOf::<A>::take_queries(state, &tiles.queries, warp, config);
-        // Before this warp lets others replace them.
-        sync_async_proxy_shared();
-        sync_plane();
     }
 }
 
@@ -130,29 +112,19 @@ pub fn start_first<A: Hooks>(
     }
 }
 
-/// Releases tiles that the warpgroup does not attend to, loading later ones for the others. With `taking`, also takes
-/// the queries of each next tile, and so ends with those of tile `to`.
+/// Releases tiles that the warpgroup does not attend to, loading later ones for the others.
 #[cube]
 pub fn skip_tiles<A: Hooks>(
     tiles: &mut Tiles,
-    state: &mut <A::Operands as Operands>::Forward,
     qkv: &Qkv,
     operands: &OperandArgs<A>,
     block: &QueryBlock,
     from: usize,
     to: usize,
-    warp: usize,
-    #[comptime] taking: bool,
     #[comptime] config: KernelConfig,
 ) {
     for back in from..to {
         tiles.pipeline.wait(back);
-        if taking {
-            if back + 1 < block.tiles {
-                tiles.pipeline.wait(back + 1);
-                take_queries::<A>(tiles, state, block, back + 1, warp, config);
-            }
-        }
         if tiles.pipeline.release(back) & (back + 2 < block.tiles) {
             load_later::<A>(tiles, qkv, operands, block, back + 2, config);
         }

@@ -9,7 +9,7 @@ use burn::tensor::bf16;
 use cubecl::prelude::*;
 
 use self::loads::{
-    Tiles, changes_queries, load, load_later, load_queries, skip_tiles, start_first, take_queries,
+    Tiles, changes_queries, load, load_later, load_queries, skip_tiles, start_first,
 };
 use super::heads::{HeadPairs, HeadQuads};
 use super::hooks::{
@@ -190,18 +190,23 @@ pub fn forward<A: Hooks>(
             }
         }
     }
-    skip_tiles::<A>(
-        &mut tiles,
-        &mut operand_state,
-        qkv,
-        operands,
-        &block,
-        0usize,
-        seen_from,
-        warp,
-        changes,
-        config,
-    );
+    if changes && waiting {
+        // Before the queries of a later tile may replace its own.
+        start_first::<A>(
+            &tiles,
+            &mut operand_state,
+            &mut s,
+            operands,
+            seen_from,
+            after_start,
+            ahead,
+            warp,
+            fresh,
+            config,
+        );
+        waiting = false;
+    }
+    skip_tiles::<A>(&mut tiles, qkv, operands, &block, 0usize, seen_from, config);
     if waiting {
         start_first::<A>(
             &tiles,
@@ -264,9 +269,6 @@ pub fn forward<A: Hooks>(
                 start_from_biases::<A>(&mut bias_state, &mut s, inverse, warp, config);
             }
             tiles.pipeline.wait(back + 1);
-            if changes {
-                take_queries::<A>(&tiles, &mut operand_state, &block, back + 1, warp, config);
-            }
             let next_at = tiles.pipeline.first_tile(back + 1);
             OperandsOf::<A>::start_scores(
                 &mut operand_state,
@@ -309,18 +311,7 @@ pub fn forward<A: Hooks>(
             load_later::<A>(&mut tiles, qkv, operands, &block, back + 2, config);
         }
     }
-    skip_tiles::<A>(
-        &mut tiles,
-        &mut operand_state,
-        qkv,
-        operands,
-        &block,
-        seen_to,
-        visited,
-        warp,
-        false,
-        config,
-    );
+    skip_tiles::<A>(&mut tiles, qkv, operands, &block, seen_to, visited, config);
 
     let mut factors = Array::<f32>::new(2usize);
     #[unroll]

@@ -22,13 +22,12 @@ pub struct PlainOperands<G: Numeric + Element = bf16, T: TileQueries = SameQueri
 impl<G: Numeric + Element, T: TileQueries> Operands for PlainOperands<G, T> {
     type Args = T::Args;
     type Gradient = G;
-    /// The queries, if they turn.
-    type Forward = AFragments;
+    type Forward = ();
     type Dq = ();
     type Dkv = ();
     type Decode = T::State;
 
-    const Q_IN_REGISTERS: bool = T::CHANGES_QUERIES;
+    const Q_IN_REGISTERS: bool = false;
     const CHANGES_QUERIES: bool = T::CHANGES_QUERIES;
     const DK_IN_REVERSE: bool = false;
     const DQ_BY_KEYS: bool = true;
@@ -40,20 +39,15 @@ impl<G: Numeric + Element, T: TileQueries> Operands for PlainOperands<G, T> {
         _problem: &ProblemShape,
         _block: &QueryBlock,
         _group: &QueryGroup,
-        q_tile: &SharedMemory<Chunk>,
+        _q_tile: &SharedMemory<Chunk>,
         _column: usize,
-        warp: usize,
-        #[comptime] config: KernelConfig,
-    ) -> AFragments {
-        if comptime!(T::CHANGES_QUERIES) {
-            own_queries(q_tile, warp, config)
-        } else {
-            AFragments::new()
-        }
+        _warp: usize,
+        #[comptime] _config: KernelConfig,
+    ) {
     }
 
     fn start_scores(
-        queries: &mut AFragments,
+        _state: &mut (),
         s: &mut Accumulator,
         q_tile: &SharedMemory<Chunk>,
         k_tile: &SharedMemory<Chunk>,
@@ -63,7 +57,8 @@ impl<G: Numeric + Element, T: TileQueries> Operands for PlainOperands<G, T> {
         #[comptime] config: KernelConfig,
     ) {
         if comptime!(T::CHANGES_QUERIES) {
-            start_abt(queries, k_tile, at, s, fresh, comptime!(config.tile / 8));
+            let queries = own_queries(q_tile, warp, config);
+            start_abt(&queries, k_tile, at, s, fresh, comptime!(config.tile / 8));
         } else {
             start_plain_scores(s, q_tile, k_tile, at, warp, fresh, config);
         }
@@ -95,25 +90,8 @@ impl<G: Numeric + Element, T: TileQueries> Operands for PlainOperands<G, T> {
         T::changes_queries(block, column, config)
     }
 
-    fn take_queries(
-        queries: &mut AFragments,
-        q_tile: &SharedMemory<Chunk>,
-        warp: usize,
-        #[comptime] config: KernelConfig,
-    ) {
-        let read = own_queries(q_tile, warp, config);
-        #[unroll]
-        for step in 0..read.len() {
-            let (to, from) = (queries.index_mut(step), read.index(step));
-            #[unroll]
-            for i in 0..4usize {
-                to[i] = from[i];
-            }
-        }
-    }
-
     fn read_ahead(
-        _state: &mut AFragments,
+        _state: &mut (),
         _args: &T::Args,
         _column: usize,
         #[comptime] _config: KernelConfig,

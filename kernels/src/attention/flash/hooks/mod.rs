@@ -133,8 +133,8 @@ pub trait Operands: Send + Sync + 'static {
 
     /// Whether the forward pass holds queries in registers.
     const Q_IN_REGISTERS: bool;
-    /// Whether queries may differ between tiles of keys in the forward pass, which takes
-    /// [`Operands::Q_IN_REGISTERS`].
+    /// Whether queries may differ between tiles of keys in the forward pass. [`Operands::start_scores`] then takes them
+    /// from their tile to registers: those of a later tile may replace them before its product ends.
     const CHANGES_QUERIES: bool;
     /// Whether dk is summed from the last query tile to the first, with the heads of a group interleaved at
     /// each tile.
@@ -194,14 +194,6 @@ pub trait Operands: Send + Sync + 'static {
     /// [`Operands::CHANGES_QUERIES`].
     fn changes_queries(block: &QueryBlock, column: usize, #[comptime] config: KernelConfig)
     -> bool;
-
-    /// Takes the queries from their tile. Only called with [`Operands::CHANGES_QUERIES`].
-    fn take_queries(
-        state: &mut Self::Forward,
-        q_tile: &SharedMemory<Chunk>,
-        warp: usize,
-        #[comptime] config: KernelConfig,
-    );
 
     /// Reads the data for the key tile from `column` on.
     fn read_ahead(

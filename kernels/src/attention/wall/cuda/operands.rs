@@ -345,14 +345,6 @@ impl Operands for GatedOperands {
         false.runtime()
     }
 
-    fn take_queries(
-        _state: &mut GatedForward,
-        _q_tile: &SharedMemory<Chunk>,
-        _warp: usize,
-        #[comptime] _config: KernelConfig,
-    ) {
-    }
-
     fn read_ahead(
         state: &mut GatedForward,
         args: &Gates,
