@@ -190,23 +190,9 @@ pub fn forward<A: Hooks>(
             }
         }
     }
-    if changes && waiting {
-        // Before the queries of a later tile may replace its own.
-        start_first::<A>(
-            &tiles,
-            &mut operand_state,
-            &mut s,
-            operands,
-            seen_from,
-            after_start,
-            ahead,
-            warp,
-            fresh,
-            config,
-        );
-        waiting = false;
+    if !changes {
+        skip_tiles::<A>(&mut tiles, qkv, operands, &block, 0usize, seen_from, config);
     }
-    skip_tiles::<A>(&mut tiles, qkv, operands, &block, 0usize, seen_from, config);
     if waiting {
         start_first::<A>(
             &tiles,
@@ -220,6 +206,10 @@ pub fn forward<A: Hooks>(
             fresh,
             config,
         );
+    }
+    if changes {
+        // Only now, so that the queries of a later tile do not replace the warpgroup's first ones.
+        skip_tiles::<A>(&mut tiles, qkv, operands, &block, 0usize, seen_from, config);
     }
     // The last tile visited.
     let mut reached = start;
