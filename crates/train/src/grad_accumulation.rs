@@ -295,7 +295,16 @@ mod tests {
     fn pass_with(plan: AccumulationPlan, stop: &StopFlag) -> Option<BatchGradients<TestBackend>> {
         let batch = batch();
         let device = Default::default();
-        forward_backward(&tiny_model(0), &batch, None, weight_sum(&batch), plan, stop, &device, None)
+        forward_backward(
+            &tiny_model(0),
+            &batch,
+            None,
+            weight_sum(&batch),
+            plan,
+            stop,
+            &device,
+            None,
+        )
     }
 
     fn run(micro_batch: usize) -> BatchScalars {
@@ -425,8 +434,8 @@ mod tests {
                 assert_eq!(weight_sum(&alone), norm.weight);
                 let plan = AccumulationPlan { measure_noise: false, ..plan };
                 let (model, device, sum) = (tiny_model(0), Default::default(), weight_sum(&whole));
-                let pass =
-                    forward_backward(&model, &alone, None, sum, plan, &StopFlag::new(), &device);
+                let never = StopFlag::new();
+                let pass = forward_backward(&model, &alone, None, sum, plan, &never, &device, None);
                 let expected = f64::from(pass.unwrap().scalars().grad_norm).powi(2);
                 assert!((norm.square / expected - 1.0).abs() < 1e-4, "{norm:?}, {expected}");
             }
