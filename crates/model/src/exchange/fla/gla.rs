@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::{
     Attention, Check, convolutions, keys_of_linear, object, plain_rules, read_conv_size,
-    read_expansion, read_flags, read_none, shown,
+    read_expansion, read_flags, read_none,
 };
 use crate::ModelConfig;
 use crate::exchange::TensorRule;
@@ -22,17 +22,9 @@ impl Attention for GatedLinearAttention {
     const HAS: &'static [&'static str] = &["short_conv"];
 
     fn keys(&self, model: &ModelConfig, check: &mut Check<'_>) -> Map<String, Value> {
-        let mut keys = keys_of_linear(model, Gate::Diagonal, check);
-        if let AttentionConfig::Linear(config) = model.attention_of(0) {
-            let map = config.feature_map;
-            check.attention(
-                "feature_map",
-                map == FeatureMap::Identity,
-                shown(&map),
-                "\"identity\"",
-            );
-        }
+        let mut keys = keys_of_linear(model, Gate::Diagonal, &[FeatureMap::Identity], check);
         keys.extend(object(json!({
+            // The class has no name for the identity.
             "feature_map": null,
             "use_short_conv": model.short_conv,
             "conv_size": CONV_TAPS,

@@ -1,7 +1,6 @@
 //! Linear attention (Katharopoulos et al., 2020): `LinearAttentionForCausalLM`.
 
-use longwall_kernels::attention::AttentionConfig;
-use longwall_kernels::attention::linear::Gate;
+use longwall_kernels::attention::linear::{FeatureMap, Gate};
 use serde_json::{Map, Value, json};
 
 use super::{Attention, Check, keys_of_linear, object, read_expansion, read_flags};
@@ -18,11 +17,9 @@ impl Attention for LinearAttention {
     const HAS: &'static [&'static str] = &[];
 
     fn keys(&self, model: &ModelConfig, check: &mut Check<'_>) -> Map<String, Value> {
-        let mut keys = keys_of_linear(model, Gate::None, check);
-        let AttentionConfig::Linear(config) = model.attention_of(0) else { return keys };
+        let maps = [FeatureMap::Identity, FeatureMap::Elu];
+        let mut keys = keys_of_linear(model, Gate::None, &maps, check);
         keys.extend(object(json!({
-            // The class has the same names.
-            "feature_map": config.feature_map,
             "tie_feature_map_qk": false,
             "norm_q": false,
             "norm_k": false,

@@ -15,7 +15,7 @@ mod rwkv7;
 use std::fmt::Display;
 
 use longwall_config::Problems;
-use longwall_kernels::attention::linear::Gate;
+use longwall_kernels::attention::linear::{FeatureMap, Gate};
 use longwall_kernels::attention::{AttentionConfig, AttentionShape};
 use serde_json::{Map, Value, json};
 
@@ -262,16 +262,26 @@ fn read_expansion(read: &mut Reader<'_>, width: usize, defaults: [f64; 2]) -> to
     table_of(&[("heads", heads), ("kv_heads", kv_heads), ("head_dim", channels / heads)])
 }
 
-/// The keys that the classes of linear attention share; records what the one with the gate `gate` does not have.
-fn keys_of_linear(model: &ModelConfig, gate: Gate, check: &mut Check<'_>) -> Map<String, Value> {
+/// The keys that the classes of linear attention share; records what the one with the gate `gate` and the feature maps
+/// `maps`, whose names are the same, does not have.
+fn keys_of_linear(
+    model: &ModelConfig,
+    gate: Gate,
+    maps: &[FeatureMap],
+    check: &mut Check<'_>,
+) -> Map<String, Value> {
     let AttentionConfig::Linear(config) = model.attention_of(0) else { return Map::new() };
     check.attention("gate", config.gate == gate, shown(&config.gate), &shown(&gate));
     check.attention("rope", !config.rope, config.rope, "false");
+    let map = config.feature_map;
+    let allowed: Vec<String> = maps.iter().map(shown).collect();
+    check.attention("feature_map", maps.contains(&map), shown(&map), &allowed.join(", "));
     check.attention("normalise", !config.normalise, config.normalise, "false");
     let shape = model.attention_shape(0);
     let expansion = (shape.heads * shape.head_dim) as f64 / model.width as f64;
     object(json!({
         "attn_mode": "chunk",
+        "feature_map": map,
         "num_heads": shape.heads,
         "num_kv_heads": shape.kv_heads,
         "expand_k": expansion,
