@@ -89,15 +89,6 @@ pub struct ChunkInputs {
     pub beta: Array<f32>,
 }
 
-/// A tensor `[batch, heads, tokens, head_dim]` in f32.
-#[derive(CubeType, CubeLaunch)]
-pub struct HeadNumbers {
-    /// Its elements.
-    pub numbers: Array<f32>,
-    /// The strides of its rows, in chunks.
-    pub strides: RowStrides,
-}
-
 /// A chunk of a row.
 #[derive(CubeType, Clone, Copy)]
 pub struct ChunkOf {

@@ -23,6 +23,7 @@ mod new_tokens;
 mod output;
 mod scan;
 mod scan_back;
+mod sizes;
 mod sums;
 #[cfg(test)]
 mod tests;
@@ -36,11 +37,12 @@ use cubecl::prelude::*;
 use self::diagonal::{Corrections, Diagonal};
 use self::gradients::GradientArraysLaunch;
 pub use self::memory::Update;
-use self::memory::{ChunkConfig, ChunkInputsLaunch, EndStatesLaunch, HandOver, SizesLaunch};
+use self::memory::{ChunkConfig, ChunkInputsLaunch, EndStatesLaunch, HandOver};
 pub use self::new_tokens::NewTokens;
 use self::output::OutputArraysLaunch;
 use self::scan::ScanArraysLaunch;
 use self::scan_back::ScanBackArraysLaunch;
+use self::sizes::CallSizes;
 use self::values_back::ValueGradientArraysLaunch;
 use super::AttentionShape;
 use super::flash::Heads;
@@ -254,68 +256,7 @@ pub struct Chunked {
     /// `[batch, kv_heads, seq_len, 1]` in f32, at least 0.
     beta: Option<CudaTensor>,
     update: Update,
-}
-
-/// The sizes of a call.
-#[derive(Clone, Copy, Debug)]
-struct CallSizes {
-    batch: usize,
-    heads: usize,
-    kv_heads: usize,
-    seq_len: usize,
-    head_dim: usize,
-    value_dim: usize,
-}
-
-impl CallSizes {
-    /// Of q `[batch, heads, seq_len, head_dim]` and v `[batch, kv_heads, seq_len, value_dim]`.
-    ///
-    /// # Panics
-    /// Where they do not belong together, or [`serves`] is false.
-    fn new(q: &CudaTensor, v: &CudaTensor) -> Self {
-        let [batch, heads, seq_len, head_dim] = q.meta.shape().dims();
-        let [_, kv_heads, _, value_dim] = v.meta.shape().dims();
-        assert_eq!(dims(v), [batch, kv_heads, seq_len, value_dim], "the shape of v");
-        assert!(heads.is_multiple_of(kv_heads), "{heads} query heads of {kv_heads} kv heads");
-        assert!(
-            serves(q.dtype, head_dim, value_dim),
-            "{head_dim} and {value_dim} of {:?}",
-            q.dtype
-        );
-        CallSizes { batch, heads, kv_heads, seq_len, head_dim, value_dim }
-    }
-
-    fn rows(&self) -> usize {
-        self.batch * self.kv_heads
-    }
-
-    fn group(&self) -> usize {
-        self.heads / self.kv_heads
-    }
-
-    fn chunks(&self) -> usize {
-        self.seq_len.div_ceil(CHUNK_TOKENS)
-    }
-
-    /// The most channels, a divisor of the values' and at most `most`.
-    fn columns(&self, most: usize) -> usize {
-        let mut columns = most;
-        while !self.value_dim.is_multiple_of(columns) {
-            columns /= 2;
-        }
-        columns
-    }
-
-    /// The shape of a tensor of kv heads.
-    fn of_keys(&self, channels: usize) -> [usize; 4] {
-        [self.batch, self.kv_heads, self.seq_len, channels]
-    }
-
-    fn launch(&self) -> SizesLaunch<CudaRuntime> {
-        let [tokens, chunks, group, kv_heads] =
-            [self.seq_len, self.chunks(), self.group(), self.kv_heads].map(as_u32);
-        SizesLaunch::new(tokens, chunks, group, kv_heads)
-    }
+    sizes: CallSizes,
 }
 
 /// What the forward pass leaves for the backward pass.
@@ -399,16 +340,13 @@ impl Chunked {
         let most = states.max(sizes.batch * heads * seq_len * d.max(value_dim)) / 2;
         assert!(u32::try_from(most).is_ok(), "{most} pairs of q, of the output or of states");
         let [q, k, v] = [q, k, v].map(Heads::new);
-        Chunked { q, k, v, log_decay: contiguous(log_decay), beta: beta.map(contiguous), update }
-    }
-
-    fn sizes(&self) -> CallSizes {
-        CallSizes::new(&self.q.tensor, &self.v.tensor)
+        let (log_decay, beta) = (contiguous(log_decay), beta.map(contiguous));
+        Chunked { q, k, v, log_decay, beta, update, sizes }
     }
 
     /// The configuration of kernels that hold at most `most` channels of values in shared memory.
     fn config(&self, most: usize) -> ChunkConfig {
-        let sizes @ CallSizes { head_dim, value_dim, .. } = self.sizes();
+        let sizes @ CallSizes { head_dim, value_dim, .. } = self.sizes;
         let (columns, weighted) = (sizes.columns(most), self.beta.is_some());
         ChunkConfig { head_dim, value_dim, columns, update: self.update, weighted }
     }
@@ -416,7 +354,7 @@ impl Chunked {
     /// The configuration of scans: narrow parts where wide ones would leave multiprocessors without a block.
     fn scan_config(&self) -> ChunkConfig {
         let wide = self.config(32);
-        let blocks = self.sizes().rows() * wide.parts();
+        let blocks = self.sizes.rows() * wide.parts();
         if blocks < multiprocessors(&self.q.tensor.client) { self.config(16) } else { wide }
     }
 
@@ -436,7 +374,7 @@ impl Chunked {
     /// # Panics
     /// When the state has another shape or type.
     pub fn forward_from(&self, before: Option<&CudaTensor>) -> (CudaTensor, Saved, CudaTensor) {
-        let sizes = self.sizes();
+        let sizes = self.sizes;
         let shape = [sizes.rows(), sizes.head_dim, sizes.value_dim];
         let states = States::between(before, &self.q.tensor, shape);
         let (y, saved) = self.run(&states);
@@ -445,7 +383,7 @@ impl Chunked {
 
     /// As [`forward`](Self::forward), between states.
     fn run(&self, states: &States) -> (CudaTensor, Saved) {
-        let (sizes, like) = (self.sizes(), &self.q.tensor);
+        let (sizes, like) = (self.sizes, &self.q.tensor);
         let CallSizes { head_dim: d, value_dim, .. } = sizes;
         let (rows, chunks) = (sizes.rows(), sizes.chunks());
         let saved = Saved {
@@ -525,7 +463,7 @@ impl Chunked {
     /// # Panics
     /// When its shape is another.
     pub fn backward(&self, saved: &Saved, grad: &CudaTensor) -> Grads {
-        let (sizes, like) = (self.sizes(), &self.q.tensor);
+        let (sizes, like) = (self.sizes, &self.q.tensor);
         let CallSizes { batch, heads, seq_len, head_dim: d, value_dim, .. } = sizes;
         assert_eq!(dims(grad), [batch, heads, seq_len, value_dim], "the shape of the gradient");
         assert_eq!(grad.dtype, DType::BF16, "the type of the gradient");

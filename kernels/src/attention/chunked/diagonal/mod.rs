@@ -32,10 +32,9 @@ use self::output::OutputArraysLaunch;
 use self::queries::QueryArraysLaunch;
 use self::scan::ScanArraysLaunch;
 use self::transform::TransformArraysLaunch;
-use super::memory::{HeadNumbers, HeadNumbersLaunch};
 use super::{CHUNK_TOKENS, CallSizes, States, THREADS};
 use crate::attention::AttentionShape;
-use crate::attention::flash::{HeadChunks, HeadChunksLaunch, Heads};
+use crate::attention::flash::{HeadChunks, HeadChunksLaunch, HeadNumbers, Heads};
 use crate::cuda::{CudaTensor, buffer, contiguous, empty, multiprocessors};
 use crate::ops::cuda::{as_u32, dim, dims, nothing};
 use crate::tile::CHUNK;
@@ -44,11 +43,6 @@ use crate::tile::matrix::{Matrix, Product};
 /// A tensor `[batch, heads, seq_len, channels]` in bf16 as an argument.
 fn head_chunks(x: &CudaTensor) -> HeadChunksLaunch<CudaRuntime> {
     Heads::in_place(x).chunks()
-}
-
-/// The same in f32.
-fn head_numbers(x: &CudaTensor) -> HeadNumbersLaunch<CudaRuntime> {
-    HeadNumbersLaunch::new(buffer(x, 1), Heads::in_place(x).row_strides())
 }
 
 /// What a token writes to the state.
@@ -316,7 +310,7 @@ impl Diagonal {
         let log_decay = check("the log decays", &self.log_decay, d, DType::F32);
         // Kernels count elements of decays in 32 bits, in the memory that a view spans.
         let spans = log_decay.meta.strides().iter().zip(sizes.of_keys(d));
-        as_u32(spans.map(|(stride, dim)| stride * (dim - 1)).sum::<usize>() + 1);
+        as_u32(spans.map(|(stride, dim)| stride * dim.saturating_sub(1)).sum::<usize>() + 1);
         // Kernels count pairs of elements in 32 bits.
         let chunks = sizes.rows() * sizes.chunks();
         let states = chunks * d * d.max(value_dim);
@@ -373,7 +367,7 @@ impl Diagonal {
             head_chunks(removal),
             head_chunks(correction),
             head_chunks(&self.k),
-            head_numbers(&self.log_decay),
+            Heads::in_place(&self.log_decay).numbers(),
             beta.map_or_else(|| nothing(&self.log_decay), |beta| buffer(beta, 1)),
         )
     }

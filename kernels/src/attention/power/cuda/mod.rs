@@ -28,7 +28,7 @@ use self::score::{Exponent, ExponentLaunch, PowerScore};
 use super::op::PowerAttention;
 use crate::attention::decay::{DecayBiases, DecaySums, Sums};
 use crate::attention::flash::hooks::{Hooks, LaunchOf, NoBiases, PlainOperands};
-use crate::attention::flash::weight::{Sinks, SoftmaxOutput, SoftmaxWeight, sinks};
+use crate::attention::flash::weight::{SoftmaxArgs, SoftmaxOutput, SoftmaxWeight, sinks};
 use crate::attention::flash::{FlashAttention, Gradients, decode as decode_one, serves_tensors};
 use crate::backend::Forward;
 use crate::cuda::{CudaTensor, reshaped};
@@ -52,7 +52,7 @@ impl Hooks for PowerHooks {
         ExponentLaunch::new(self.p)
     }
 
-    fn weight(&self) -> LaunchOf<Sinks> {
+    fn weight(&self) -> LaunchOf<SoftmaxArgs> {
         sinks(None)
     }
 
@@ -83,7 +83,7 @@ impl Hooks for GatedPowerHooks {
         ExponentLaunch::new(self.p)
     }
 
-    fn weight(&self) -> LaunchOf<Sinks> {
+    fn weight(&self) -> LaunchOf<SoftmaxArgs> {
         sinks(None)
     }
 
