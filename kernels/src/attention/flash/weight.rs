@@ -284,7 +284,9 @@ impl Weight for SoftmaxWeight {
         #[comptime] r: usize,
     ) -> f32 {
         let total = sum_of_four(rows.row_sum[r]);
-        let mut factor = 1f32 / total;
+        // Without a weight: o = 0, and the weights that the backward pass recomputes are 0.
+        let nothing = total <= 0f32;
+        let mut factor = select(nothing, 0f32, 1f32 / total);
         if comptime!(args.has_sinks) {
             let row_max = rows.row_max[r] * scale;
             let (with_sink, lse) = SoftmaxWeight::combine(args, head, row_max, total, shift);
@@ -297,7 +299,8 @@ impl Weight for SoftmaxWeight {
             }
         } else {
             if write {
-                statistics.lse[at] = fma(rows.row_max[r], scale, Log::ln(total) * LOG2_E);
+                let lse = fma(rows.row_max[r], scale, Log::ln(total) * LOG2_E);
+                statistics.lse[at] = select(nothing, -MASKED, lse);
             }
         }
         factor
