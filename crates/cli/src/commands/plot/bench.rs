@@ -70,15 +70,16 @@ pub fn draw(files: &[PathBuf], y: Option<&str>, out: Option<PathBuf>) -> Result<
     });
     // As in the tables of benchmarks.
     let name = y.replace('_', if is_pass { " + " } else { " " });
+    let series = lines(&cases, y);
     let chart = LineChart {
         title: format!("Attention: {name}"),
         x_label: "seq_len (tokens)".to_owned(),
         y_label: if is_pass { "milliseconds per row".to_owned() } else { name },
         x_scale: Scale::Log2,
-        y_scale: if is_pass { Scale::Log2 } else { Scale::Linear },
+        y_scale: if is_pass || is_wide(&series) { Scale::Log2 } else { Scale::Linear },
         y_range: None,
         note: is_pass.then(|| "times over the batch; bars: fastest to slowest sample".to_owned()),
-        series: lines(&cases, y),
+        series,
         boundary: None,
     };
     chart.save(&out)?;
@@ -135,6 +136,13 @@ fn lines(cases: &[(&Report, &Case)], y: &str) -> Vec<Series> {
         Series { name, points, colour, faint: false, dots: true, band: false }
     };
     groups.into_iter().enumerate().map(series).collect()
+}
+
+/// Whether values, all above 0, span more than a power of ten.
+fn is_wide(series: &[Series]) -> bool {
+    let values = || series.iter().flat_map(|line| &line.points).map(|point| point.y);
+    let (low, high) = (values().fold(f64::MAX, f64::min), values().fold(0.0, f64::max));
+    low > 0.0 && high > 10.0 * low
 }
 
 /// A result's place: its length, and the time of a row or the metric.
