@@ -1,6 +1,6 @@
 //! What the kernels read and write: their arguments, and rows of vectors between global and shared memory.
 
-use burn::tensor::bf16;
+use burn::tensor::{Element, bf16};
 use cubecl::prelude::*;
 
 use super::CHUNK_TOKENS;
@@ -218,9 +218,9 @@ impl TokensOf {
     }
 
     /// Writes an accumulator to channels from chunk `first` on (see [`write_rows`]).
-    pub fn write(
+    pub fn write<O: Numeric>(
         &self,
-        to: &mut HeadPairs<bf16>,
+        to: &mut HeadPairs<O>,
         acc: &Accumulator,
         tile: &WarpTile,
         first: usize,
@@ -231,6 +231,13 @@ impl TokensOf {
         write_rows(&mut to.pairs, acc, tile, base, stride, self.count, p);
     }
 }
+
+/// The types of outputs. cubecl adds the type to the name of a kernel that is generic over a `Numeric`, and then
+/// [`blocks_per_multiprocessor`](crate::tile::roles::blocks_per_multiprocessor) does not find it.
+pub trait OutputElement: Numeric + Element {}
+
+impl OutputElement for bf16 {}
+impl OutputElement for f32 {}
 
 /// The factors of a chunk's tokens, in shared memory.
 #[derive(CubeType)]

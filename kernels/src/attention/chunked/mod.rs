@@ -30,14 +30,14 @@ mod tests;
 mod transform;
 mod values_back;
 
-use burn::tensor::DType;
+use burn::tensor::{DType, bf16};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
 use self::diagonal::{Corrections, Diagonal};
 use self::gradients::GradientArraysLaunch;
 pub use self::memory::Update;
-use self::memory::{ChunkConfig, ChunkInputsLaunch, EndStatesLaunch, HandOver};
+use self::memory::{ChunkConfig, ChunkInputsLaunch, EndStatesLaunch, HandOver, OutputElement};
 pub use self::new_tokens::NewTokens;
 use self::output::OutputArraysLaunch;
 use self::scan::ScanArraysLaunch;
@@ -103,12 +103,14 @@ pub fn saved_bytes(
     }
 }
 
-/// An operation's forward pass on the core: `inputs` are q, k, v and log decays, one per token or, without weights of
-/// an additive update, one per channel. `None` where the core does not serve them. See [`Chunked`] for the shapes.
+/// An operation's forward pass on the core, whose result has type `output`, bf16 or f32: `inputs` are q, k, v and log
+/// decays, one per token or, without weights of an additive update, one per channel. `None` where the core does not
+/// serve them. See [`Chunked`] for the shapes.
 pub fn forward(
     update: Update,
     inputs: [&CudaTensor; 4],
     beta: Option<&CudaTensor>,
+    output: DType,
     needs: bool,
 ) -> Option<Forward<CudaTensor>> {
     let [q, _, v, log_decay] = inputs;
@@ -120,12 +122,12 @@ pub fn forward(
     let beta = beta.as_ref();
     let (output, saved) = match dims(log_decay)[3] {
         1 => {
-            let (output, saved) = Chunked::new(update, inputs, beta).forward();
-            (output, saved.into_tensors())
+            let (y, saved) = Chunked::new(update, inputs, beta).forward(output);
+            (y, saved.into_tensors())
         }
         _ => {
-            let (output, saved) = diagonal(inputs, beta, update)?.forward();
-            (output, saved.into_tensors())
+            let (y, saved) = diagonal(inputs, beta, update)?.forward(output);
+            (y, saved.into_tensors())
         }
     };
     Some(Forward { output, saved: saved_with(inputs, beta, saved, needs) })
@@ -137,6 +139,7 @@ pub fn forward_from(
     update: Update,
     inputs: [&CudaTensor; 4],
     beta: Option<&CudaTensor>,
+    output: DType,
     before: &CudaTensor,
     needs: bool,
 ) -> Option<(Forward<CudaTensor>, CudaTensor)> {
@@ -150,13 +153,13 @@ pub fn forward_from(
     let (output, saved, after) = match dims(log_decay)[3] {
         1 => {
             let call = Chunked::new(update, inputs, beta);
-            let (output, saved, after) = call.forward_from(Some(before));
-            (output, saved.into_tensors(), after)
+            let (y, saved, after) = call.forward_from(output, Some(before));
+            (y, saved.into_tensors(), after)
         }
         _ => {
             let call = diagonal(inputs, beta, update)?;
-            let (output, saved, after) = call.forward_from(Some(before));
-            (output, saved.into_tensors(), after)
+            let (y, saved, after) = call.forward_from(output, Some(before));
+            (y, saved.into_tensors(), after)
         }
     };
     Some((Forward { output, saved: saved_with(inputs, beta, saved, needs) }, after))
@@ -363,9 +366,10 @@ impl Chunked {
         ChunkInputsLaunch::new(self.q.chunks(), self.k.chunks(), buffer(sums, 1), beta)
     }
 
-    /// y `[batch, heads, seq_len, value_dim]` in bf16, in the memory order `[batch, seq_len, heads, value_dim]`.
-    pub fn forward(&self) -> (CudaTensor, Saved) {
-        self.run(&States::default())
+    /// y `[batch, heads, seq_len, value_dim]` in type `output`, bf16 or f32, in the memory order `[batch, seq_len, heads,
+    /// value_dim]`.
+    pub fn forward(&self, output: DType) -> (CudaTensor, Saved) {
+        self.run(output, &States::default())
     }
 
     /// As [`forward`](Self::forward), from the state `before` the first token, 0 if there is none; also the state after
@@ -373,16 +377,20 @@ impl Chunked {
     ///
     /// # Panics
     /// When the state has another shape or type.
-    pub fn forward_from(&self, before: Option<&CudaTensor>) -> (CudaTensor, Saved, CudaTensor) {
+    pub fn forward_from(
+        &self,
+        output: DType,
+        before: Option<&CudaTensor>,
+    ) -> (CudaTensor, Saved, CudaTensor) {
         let sizes = self.sizes;
         let shape = [sizes.rows(), sizes.head_dim, sizes.value_dim];
         let states = States::between(before, &self.q.tensor, shape);
-        let (y, saved) = self.run(&states);
+        let (y, saved) = self.run(output, &states);
         (y, saved, states.after.expect("the state after the last token"))
     }
 
     /// As [`forward`](Self::forward), between states.
-    fn run(&self, states: &States) -> (CudaTensor, Saved) {
+    fn run(&self, output: DType, states: &States) -> (CudaTensor, Saved) {
         let (sizes, like) = (self.sizes, &self.q.tensor);
         let CallSizes { head_dim: d, value_dim, .. } = sizes;
         let (rows, chunks) = (sizes.rows(), sizes.chunks());
@@ -394,7 +402,6 @@ impl Chunked {
                     .map(|shape| empty(like, &shape, DType::BF16))
             }),
         };
-        let o = self.q.like_with(DType::BF16, value_dim);
         let number = rows * chunks;
         let of = |blocks| CubeCount::Static(as_u32(blocks), 1, 1);
         // SAFETY: all kernels stay within the rows' tokens and chunks.
@@ -437,9 +444,25 @@ impl Chunked {
                 states.hand_over(),
                 config,
             );
-            output::output::launch_unchecked::<CudaRuntime>(
+        }
+        let o = match output {
+            DType::F32 => self.outputs::<f32>(&saved),
+            _ => self.outputs::<bf16>(&saved),
+        };
+        (o, saved)
+    }
+
+    /// The last step of the forward pass.
+    fn outputs<O: OutputElement>(&self, saved: &Saved) -> CudaTensor {
+        let (sizes, like) = (self.sizes, &self.q.tensor);
+        let (e, _) = self.corrected(saved);
+        let o = self.q.like_with(O::dtype(), sizes.value_dim);
+        let heads = sizes.rows() * sizes.group();
+        // SAFETY: as in `run`.
+        unsafe {
+            output::output::launch_unchecked::<O, CudaRuntime>(
                 &like.client,
-                of(number * sizes.group()),
+                CubeCount::Static(as_u32(heads * sizes.chunks()), 1, 1),
                 dim(THREADS),
                 self.inputs(&saved.sums),
                 OutputArraysLaunch::new(e.chunks(), buffer(&saved.states, CHUNK), o.pairs()),
@@ -447,7 +470,7 @@ impl Chunked {
                 self.config(64),
             );
         }
-        (o.tensor, saved)
+        o.tensor
     }
 
     /// e and Y; without a correction e is v, and nothing reads Y.

@@ -26,13 +26,14 @@
 //!   for the kv heads, n spread evenly over 0…7.
 //! - RMSNorm adds 1e-5 to the mean square.
 //!
-//! On CUDA kernels serve all gates in bf16 (`docs/chunked.md`), but not `normalise`: the gradient of a weight is what its
-//! value adds to the output less what all do, of which bf16 would leave too little.
+//! On CUDA kernels serve all gates in bf16 (`docs/chunked.md`). With `normalise` sums are in f32, and values have 32
+//! channels more.
 //!
 //! Decoding keeps S, kv_heads · head_dim² elements at any length, with `normalise` kv_heads · head_dim ·
 //! (head_dim + 1). A token costs 2·head_dim² FLOPs per query head and 3·head_dim² per kv head.
 
 pub(super) mod cpu;
+mod mean;
 mod op;
 pub(super) mod reference;
 #[cfg(test)]
@@ -42,6 +43,7 @@ use burn::tensor::{DType, Tensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
+use self::mean::Mean;
 pub(super) use self::op::GatedLinear;
 use self::reference::LinearInputs;
 use super::chunked::{self, Decays};
@@ -53,7 +55,7 @@ use super::{
     AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, Kernel, LowRankActivation,
     ParameterSpec, ProjectionSpec, Variant, VariantSpec,
 };
-use crate::backend::OpBackend;
+use crate::backend::{OpBackend, primitive, tensor};
 use crate::device::DeviceKind;
 use crate::ops::activation::elu_plus_one;
 use crate::ops::rms_norm::rms_norm;
@@ -106,7 +108,7 @@ pub struct Config {
     /// What projects q and k after their rotation: `"identity"` (default) or `"elu"`, elu(x) + 1.
     pub feature_map: FeatureMap,
     /// Divide by the sum of the weights of values, in place of RMSNorm; default false. Needs a positive
-    /// feature map, and runs in f32 without a kernel on CUDA.
+    /// feature map.
     pub normalise: bool,
     /// Rotate q and k; default false.
     pub rope: bool,
@@ -157,7 +159,7 @@ impl Config {
     }
 
     fn op(&self) -> GatedLinear {
-        GatedLinear { chunk: self.chunk }
+        GatedLinear { chunk: self.chunk, sums_in_f32: self.normalise }
     }
 
     /// ℓ of the gate's logits `[batch, seq_len, kv_heads · channels]`: `[batch, kv_heads, seq_len, channels]`; it
@@ -180,16 +182,18 @@ impl Config {
         logits: Option<Tensor<B, 3>>,
         documents: DocumentStarts<B>,
         first: usize,
+        path: ExecPath,
     ) -> LinearInputs<B> {
-        let [batch, kv_heads, seq_len, _] = v.dims();
+        let [batch, kv_heads, seq_len, values] = v.dims();
         let mut v = v;
         let [mut q, mut k] = rotate(self.rotation(), [q, k], first);
         if self.feature_map == FeatureMap::Elu {
             [q, k] = [q, k].map(elu_plus_one);
         }
         if self.normalise {
-            let ones = Tensor::ones([batch, kv_heads, seq_len, 1], (&v.device(), v.dtype()));
-            v = Tensor::cat(vec![v, ones], 3);
+            let ones = if on_cuda(path) { mean::ONES } else { 1 };
+            let ones = Tensor::ones([batch, kv_heads, seq_len, ones], (&v.device(), v.dtype()));
+            v = with_zeros(Tensor::cat(vec![v, ones], 3), self.operands(values, path));
         } else {
             q = q * shape.scale();
         }
@@ -208,14 +212,48 @@ impl Config {
         shape.head_dim + usize::from(self.normalise)
     }
 
+    /// Channels of the operation's values on `path`, for values of `values` channels.
+    fn operands(&self, values: usize, path: ExecPath) -> usize {
+        match self.normalise {
+            true if on_cuda(path) => mean::channels(values),
+            true => values + 1,
+            false => values,
+        }
+    }
+
     /// The outputs of the operation's y.
-    fn finish<B: OpBackend>(&self, y: Tensor<B, 4>, parameters: &[Tensor<B, 1>]) -> Tensor<B, 4> {
+    fn finish<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        y: Tensor<B, 4>,
+        parameters: &[Tensor<B, 1>],
+        path: ExecPath,
+    ) -> Tensor<B, 4> {
         if !self.normalise {
             return rms_norm(y, parameters[0].clone(), EPS);
         }
-        let values = y.dims()[3] - 1;
-        y.clone().narrow(3, 0, values) / (y.narrow(3, values, 1) + SUM_EPS)
+        let mean = Mean { values: shape.head_dim };
+        if on_cuda(path) {
+            return tensor(path.run::<B, _, 1>(&mean, [primitive(y)], vec![]));
+        }
+        let [o, _] = mean.of(y);
+        o
     }
+}
+
+fn on_cuda(path: ExecPath) -> bool {
+    path == ExecPath::Kernel(DeviceKind::Cuda)
+}
+
+/// `x` with zeros behind its own channels, up to `channels`.
+fn with_zeros<B: OpBackend, const D: usize>(x: Tensor<B, D>, channels: usize) -> Tensor<B, D> {
+    let mut shape = x.dims();
+    shape[D - 1] = channels - shape[D - 1];
+    if shape[D - 1] == 0 {
+        return x;
+    }
+    let zeros = Tensor::zeros(shape, (&x.device(), x.dtype()));
+    Tensor::cat(vec![x, zeros], D - 1)
 }
 
 impl VariantSpec for Config {
@@ -227,8 +265,8 @@ impl VariantSpec for Config {
         match kernel.device {
             DeviceKind::Cpu => true,
             DeviceKind::Cuda => {
-                !self.normalise
-                    && chunked::serves(kernel.dtype, shape.head_dim, self.value_dim(shape))
+                let values = self.operands(shape.head_dim, ExecPath::Kernel(kernel.device));
+                chunked::serves(kernel.dtype, shape.head_dim, values)
             }
         }
     }
@@ -293,13 +331,19 @@ impl VariantSpec for Config {
             // What the feature map is applied to.
             around += channels.q + channels.k;
         }
+        let mut around = around * path.saved_size(dtype);
         if self.normalise {
-            // The quotient.
-            around += channels.o;
-            channels.v += shape.kv_heads as f64;
-            channels.o += shape.heads as f64;
+            let values = self.operands(shape.head_dim, path);
+            channels.v = (shape.kv_heads * values) as f64;
+            if on_cuda(path) {
+                // The sums of weights.
+                around += 4.0 * shape.heads as f64;
+            } else {
+                // The quotient.
+                around += channels.o * path.saved_size(dtype);
+                channels.o += shape.heads as f64;
+            }
         }
-        let around = around * path.saved_size(dtype);
         if let ExecPath::Kernel(device) = path {
             let decays = self.decays();
             let saved = self.op().saved_by_kernel(decays, &channels, shape, device);
@@ -341,8 +385,9 @@ impl Variant for Config {
         path: ExecPath,
     ) -> Tensor<B, 4> {
         let logits = projections.into_iter().next();
-        let inputs = self.inputs(shape, [q, k, v], logits, documents, 0);
-        self.finish(self.op().attend(inputs, None, None, path), &parameters)
+        let inputs = self.inputs(shape, [q, k, v], logits, documents, 0, path);
+        let y = self.op().attend(inputs, None, None, path);
+        self.finish(shape, y, &parameters, path)
     }
 
     fn attend_from<B: OpBackend>(
@@ -354,8 +399,14 @@ impl Variant for Config {
         path: ExecPath,
     ) -> Tensor<B, 4> {
         let logits = projections.into_iter().next();
-        let inputs = self.inputs(shape, [q, k, v], logits, documents, 0);
-        self.finish(self.op().attend(inputs, None, Some(state), path), &parameters)
+        let inputs = self.inputs(shape, [q, k, v], logits, documents, 0, path);
+        let ([rows, d, values], sizes) = (inputs.state_shape(), state.dims());
+        let held = self.channels(shape);
+        let wide = with_zeros(state.clone().reshape([rows, d, held]), values);
+        let mut wide = wide.reshape([sizes[0], rows / sizes[0] * d * values]);
+        let y = self.op().attend(inputs, None, Some(&mut wide), path);
+        *state = wide.reshape([rows, d, values]).narrow(2, 0, held).reshape(sizes);
+        self.finish(shape, y, &parameters, path)
     }
 
     fn log_retention<B: OpBackend>(
@@ -385,9 +436,12 @@ impl Variant for Config {
     ) -> Tensor<B, 4> {
         let tokens = q.dims()[2];
         let logits = projections.into_iter().next();
-        let inputs = self.inputs(shape, [q, k, v], logits, None, state.position);
-        let (y, sums) = self.op().extend(inputs, None, state.sums.take(), path);
+        let inputs = self.inputs(shape, [q, k, v], logits, None, state.position, path);
+        let values = inputs.v.dims()[3];
+        let before = state.sums.take().map(|sums| with_zeros(sums, values));
+        let (y, sums) = self.op().extend(inputs, None, before, path);
+        let sums = sums.narrow(2, 0, self.channels(shape));
         *state = State { sums: Some(sums), position: state.position + tokens };
-        self.finish(y, &parameters)
+        self.finish(shape, y, &parameters, path)
     }
 }

@@ -1,7 +1,7 @@
 //! The operation of linear attention: on the CPU, on CUDA's chunked core, or by operations of tensors.
 
-use burn::tensor::Tensor;
 use burn::tensor::ops::{FloatTensor, IntTensor};
+use burn::tensor::{DType, Tensor};
 use burn_flex::FlexTensor;
 
 use super::cpu;
@@ -22,9 +22,21 @@ use crate::device::DeviceKind;
 pub struct GatedLinear {
     /// Tokens per chunk, a power of two.
     pub chunk: usize,
+    /// Whether the output is in f32 where CUDA's core computes it, not in bf16.
+    pub sums_in_f32: bool,
 }
 
 impl GatedLinear {
+    /// With outputs in the type of the inputs.
+    pub fn new(chunk: usize) -> Self {
+        GatedLinear { chunk, sums_in_f32: false }
+    }
+
+    /// The type of outputs of CUDA's core.
+    fn output(&self) -> DType {
+        if self.sums_in_f32 { DType::F32 } else { DType::BF16 }
+    }
+
     /// y over whole rows, which go on from `state`, if there is one, and leave theirs in it:
     /// `[batch, kv_heads · head_dim · value_dim]`; β `[batch, kv_heads, seq_len, 1]` weighs values.
     pub fn attend<B: OpBackend>(
@@ -57,7 +69,8 @@ impl GatedLinear {
     ) -> (Tensor<B, 4>, Tensor<B, 3>) {
         let LinearInputs { q, k, v, log_decay } = inputs;
         if path == ExecPath::Kernel(DeviceKind::Cuda) {
-            return NewTokens { q, k, v, log_decay, beta }.extend(Update::Additive, start);
+            let tokens = NewTokens { q, k, v, log_decay, beta };
+            return tokens.extend(Update::Additive, self.output(), start);
         }
         let v = match beta {
             Some(beta) => v * beta,
@@ -195,7 +208,7 @@ impl<const N: usize> Op<N> for GatedLinear {
         needs: [bool; N],
     ) -> Option<Forward<CudaTensor>> {
         let (inputs, beta) = split(inputs);
-        chunked::forward(Update::Additive, inputs, beta, needs.contains(&true))
+        chunked::forward(Update::Additive, inputs, beta, self.output(), needs.contains(&true))
     }
 
     fn cuda_backward(
@@ -246,6 +259,7 @@ impl<const N: usize> StateOp<N> for GatedLinear {
         needs: [bool; N],
     ) -> Option<(Forward<CudaTensor>, CudaTensor)> {
         let (inputs, beta) = split(inputs);
-        chunked::forward_from(Update::Additive, inputs, beta, before, needs.contains(&true))
+        let needs = needs.contains(&true);
+        chunked::forward_from(Update::Additive, inputs, beta, self.output(), before, needs)
     }
 }
