@@ -256,7 +256,7 @@ impl CorrectedValues {
             });
         let shapes = [0, 1, 2].map(|at| dims(&saved[at]));
         let reads = from_vec(reads, &shapes[1]);
-        let linear = GatedLinear::new(self.chunk);
+        let linear = GatedLinear { chunk: self.chunk };
         let k = || saved[0].clone();
         let inputs = [k(), k(), from_vec(w, &shapes[1]), saved[3].clone()];
         let [as_query, as_key, _, log_decay] = linear.gradients(&inputs, before, &reads, false);

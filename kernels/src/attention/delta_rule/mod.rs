@@ -112,7 +112,7 @@ impl<B: OpBackend> DeltaInputs<B> {
 
 impl DeltaRule {
     fn linear(&self) -> GatedLinear {
-        GatedLinear::new(self.chunk)
+        GatedLinear { chunk: self.chunk }
     }
 
     /// y over whole rows, `[batch, heads, seq_len, value_dim]`, which go on from `state`, if there is one, and leave
@@ -217,7 +217,7 @@ impl DeltaAttention {
     }
 
     fn linear(&self) -> GatedLinear {
-        GatedLinear::new(self.chunk)
+        GatedLinear { chunk: self.chunk }
     }
 
     fn by_operations<B: OpBackend>(

@@ -26,8 +26,7 @@
 //!   for the kv heads, n spread evenly over 0…7.
 //! - RMSNorm adds 1e-5 to the mean square.
 //!
-//! On CUDA kernels serve all gates in bf16 (`docs/chunked.md`). With `normalise` sums are in f32, and values have 32
-//! channels more.
+//! On CUDA kernels serve all gates in bf16 (`docs/chunked.md`).
 //!
 //! Decoding keeps S, kv_heads · head_dim² elements at any length, with `normalise` kv_heads · head_dim ·
 //! (head_dim + 1). A token costs 2·head_dim² FLOPs per query head and 3·head_dim² per kv head.
@@ -43,7 +42,7 @@ use burn::tensor::{DType, Tensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-use self::mean::Mean;
+use self::mean::LinearMean;
 pub(super) use self::op::GatedLinear;
 use self::reference::LinearInputs;
 use super::chunked::{self, Decays};
@@ -55,7 +54,7 @@ use super::{
     AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, Kernel, LowRankActivation,
     ParameterSpec, ProjectionSpec, Variant, VariantSpec,
 };
-use crate::backend::{OpBackend, primitive, tensor};
+use crate::backend::OpBackend;
 use crate::device::DeviceKind;
 use crate::ops::activation::elu_plus_one;
 use crate::ops::rms_norm::rms_norm;
@@ -159,7 +158,12 @@ impl Config {
     }
 
     fn op(&self) -> GatedLinear {
-        GatedLinear { chunk: self.chunk, sums_in_f32: self.normalise }
+        GatedLinear { chunk: self.chunk }
+    }
+
+    /// The operation with `normalise`.
+    fn mean(&self) -> LinearMean {
+        LinearMean { linear: self.op() }
     }
 
     /// ℓ of the gate's logits `[batch, seq_len, kv_heads · channels]`: `[batch, kv_heads, seq_len, channels]`; it
@@ -182,19 +186,13 @@ impl Config {
         logits: Option<Tensor<B, 3>>,
         documents: DocumentStarts<B>,
         first: usize,
-        path: ExecPath,
     ) -> LinearInputs<B> {
-        let [batch, kv_heads, seq_len, values] = v.dims();
-        let mut v = v;
+        let [batch, kv_heads, seq_len, _] = v.dims();
         let [mut q, mut k] = rotate(self.rotation(), [q, k], first);
         if self.feature_map == FeatureMap::Elu {
             [q, k] = [q, k].map(elu_plus_one);
         }
-        if self.normalise {
-            let ones = if on_cuda(path) { mean::ONES } else { 1 };
-            let ones = Tensor::ones([batch, kv_heads, seq_len, ones], (&v.device(), v.dtype()));
-            v = with_zeros(Tensor::cat(vec![v, ones], 3), self.operands(values, path));
-        } else {
+        if !self.normalise {
             q = q * shape.scale();
         }
         let log_decay = match logits {
@@ -212,48 +210,19 @@ impl Config {
         shape.head_dim + usize::from(self.normalise)
     }
 
-    /// Channels of the operation's values on `path`, for values of `values` channels.
-    fn operands(&self, values: usize, path: ExecPath) -> usize {
-        match self.normalise {
-            true if on_cuda(path) => mean::channels(values),
-            true => values + 1,
-            false => values,
-        }
-    }
-
-    /// The outputs of the operation's y.
-    fn finish<B: OpBackend>(
+    /// The kind's outputs over whole rows of the operation's inputs, as [`GatedLinear::attend`].
+    fn outputs<B: OpBackend>(
         &self,
-        shape: &AttentionShape,
-        y: Tensor<B, 4>,
+        inputs: LinearInputs<B>,
         parameters: &[Tensor<B, 1>],
+        state: Option<&mut Tensor<B, 2>>,
         path: ExecPath,
     ) -> Tensor<B, 4> {
-        if !self.normalise {
-            return rms_norm(y, parameters[0].clone(), EPS);
+        if self.normalise {
+            return self.mean().attend(inputs, state, path);
         }
-        let mean = Mean { values: shape.head_dim };
-        if on_cuda(path) {
-            return tensor(path.run::<B, _, 1>(&mean, [primitive(y)], vec![]));
-        }
-        let [o, _] = mean.of(y);
-        o
+        rms_norm(self.op().attend(inputs, None, state, path), parameters[0].clone(), EPS)
     }
-}
-
-fn on_cuda(path: ExecPath) -> bool {
-    path == ExecPath::Kernel(DeviceKind::Cuda)
-}
-
-/// `x` with zeros behind its own channels, up to `channels`.
-fn with_zeros<B: OpBackend, const D: usize>(x: Tensor<B, D>, channels: usize) -> Tensor<B, D> {
-    let mut shape = x.dims();
-    shape[D - 1] = channels - shape[D - 1];
-    if shape[D - 1] == 0 {
-        return x;
-    }
-    let zeros = Tensor::zeros(shape, (&x.device(), x.dtype()));
-    Tensor::cat(vec![x, zeros], D - 1)
 }
 
 impl VariantSpec for Config {
@@ -265,7 +234,8 @@ impl VariantSpec for Config {
         match kernel.device {
             DeviceKind::Cpu => true,
             DeviceKind::Cuda => {
-                let values = self.operands(shape.head_dim, ExecPath::Kernel(kernel.device));
+                let values = shape.head_dim;
+                let values = if self.normalise { mean::channels(values) } else { values };
                 chunked::serves(kernel.dtype, shape.head_dim, values)
             }
         }
@@ -331,22 +301,21 @@ impl VariantSpec for Config {
             // What the feature map is applied to.
             around += channels.q + channels.k;
         }
-        let mut around = around * path.saved_size(dtype);
-        if self.normalise {
-            let values = self.operands(shape.head_dim, path);
-            channels.v = (shape.kv_heads * values) as f64;
-            if on_cuda(path) {
-                // The sums of weights.
-                around += 4.0 * shape.heads as f64;
-            } else {
-                // The quotient.
-                around += channels.o * path.saved_size(dtype);
-                channels.o += shape.heads as f64;
-            }
+        // On CUDA the kernels save their inputs alone, which are those of the whole operation.
+        let recomputes = self.normalise && path == ExecPath::Kernel(DeviceKind::Cuda);
+        if self.normalise && !recomputes {
+            // The quotient.
+            around += channels.o;
+            channels.v += shape.kv_heads as f64;
+            channels.o += shape.heads as f64;
         }
+        let around = around * path.saved_size(dtype);
         if let ExecPath::Kernel(device) = path {
             let decays = self.decays();
-            let saved = self.op().saved_by_kernel(decays, &channels, shape, device);
+            let saved = match recomputes {
+                true => 0.0,
+                false => self.op().saved_by_kernel(decays, &channels, shape, device),
+            };
             // The logits of channels, and their decays in f32.
             let gates = match decays {
                 Decays::PerChannel => (dtype.size() as f64 + 4.0) * channels.k,
@@ -385,9 +354,8 @@ impl Variant for Config {
         path: ExecPath,
     ) -> Tensor<B, 4> {
         let logits = projections.into_iter().next();
-        let inputs = self.inputs(shape, [q, k, v], logits, documents, 0, path);
-        let y = self.op().attend(inputs, None, None, path);
-        self.finish(shape, y, &parameters, path)
+        let inputs = self.inputs(shape, [q, k, v], logits, documents, 0);
+        self.outputs(inputs, &parameters, None, path)
     }
 
     fn attend_from<B: OpBackend>(
@@ -399,14 +367,8 @@ impl Variant for Config {
         path: ExecPath,
     ) -> Tensor<B, 4> {
         let logits = projections.into_iter().next();
-        let inputs = self.inputs(shape, [q, k, v], logits, documents, 0, path);
-        let ([rows, d, values], sizes) = (inputs.state_shape(), state.dims());
-        let held = self.channels(shape);
-        let wide = with_zeros(state.clone().reshape([rows, d, held]), values);
-        let mut wide = wide.reshape([sizes[0], rows / sizes[0] * d * values]);
-        let y = self.op().attend(inputs, None, Some(&mut wide), path);
-        *state = wide.reshape([rows, d, values]).narrow(2, 0, held).reshape(sizes);
-        self.finish(shape, y, &parameters, path)
+        let inputs = self.inputs(shape, [q, k, v], logits, documents, 0);
+        self.outputs(inputs, &parameters, Some(state), path)
     }
 
     fn log_retention<B: OpBackend>(
@@ -436,12 +398,15 @@ impl Variant for Config {
     ) -> Tensor<B, 4> {
         let tokens = q.dims()[2];
         let logits = projections.into_iter().next();
-        let inputs = self.inputs(shape, [q, k, v], logits, None, state.position, path);
-        let values = inputs.v.dims()[3];
-        let before = state.sums.take().map(|sums| with_zeros(sums, values));
-        let (y, sums) = self.op().extend(inputs, None, before, path);
-        let sums = sums.narrow(2, 0, self.channels(shape));
+        let inputs = self.inputs(shape, [q, k, v], logits, None, state.position);
+        let before = state.sums.take();
+        let (o, sums) = if self.normalise {
+            self.mean().extend(inputs, before, path)
+        } else {
+            let (y, sums) = self.op().extend(inputs, None, before, path);
+            (rms_norm(y, parameters[0].clone(), EPS), sums)
+        };
         *state = State { sums: Some(sums), position: state.position + tokens };
-        self.finish(shape, y, &parameters, path)
+        o
     }
 }

@@ -22,21 +22,9 @@ use crate::device::DeviceKind;
 pub struct GatedLinear {
     /// Tokens per chunk, a power of two.
     pub chunk: usize,
-    /// Whether the output is in f32 where CUDA's core computes it, not in bf16.
-    pub sums_in_f32: bool,
 }
 
 impl GatedLinear {
-    /// With outputs in the type of the inputs.
-    pub fn new(chunk: usize) -> Self {
-        GatedLinear { chunk, sums_in_f32: false }
-    }
-
-    /// The type of outputs of CUDA's core.
-    fn output(&self) -> DType {
-        if self.sums_in_f32 { DType::F32 } else { DType::BF16 }
-    }
-
     /// y over whole rows, which go on from `state`, if there is one, and leave theirs in it:
     /// `[batch, kv_heads · head_dim · value_dim]`; β `[batch, kv_heads, seq_len, 1]` weighs values.
     pub fn attend<B: OpBackend>(
@@ -70,7 +58,7 @@ impl GatedLinear {
         let LinearInputs { q, k, v, log_decay } = inputs;
         if path == ExecPath::Kernel(DeviceKind::Cuda) {
             let tokens = NewTokens { q, k, v, log_decay, beta };
-            return tokens.extend(Update::Additive, self.output(), start);
+            return tokens.extend(Update::Additive, DType::BF16, start);
         }
         let v = match beta {
             Some(beta) => v * beta,
@@ -208,7 +196,7 @@ impl<const N: usize> Op<N> for GatedLinear {
         needs: [bool; N],
     ) -> Option<Forward<CudaTensor>> {
         let (inputs, beta) = split(inputs);
-        chunked::forward(Update::Additive, inputs, beta, self.output(), needs.contains(&true))
+        chunked::forward(Update::Additive, inputs, beta, DType::BF16, needs.contains(&true))
     }
 
     fn cuda_backward(
@@ -260,6 +248,6 @@ impl<const N: usize> StateOp<N> for GatedLinear {
     ) -> Option<(Forward<CudaTensor>, CudaTensor)> {
         let (inputs, beta) = split(inputs);
         let needs = needs.contains(&true);
-        chunked::forward_from(Update::Additive, inputs, beta, self.output(), before, needs)
+        chunked::forward_from(Update::Additive, inputs, beta, DType::BF16, before, needs)
     }
 }

@@ -1,5 +1,6 @@
 //! This variant's cases for the conformance suite, and its numerics at length.
 
+mod cuda;
 mod length;
 
 use longwall_config::Problems;
@@ -44,8 +45,8 @@ impl Conformance for Config {
 
     const WIDEST_HEAD: usize = 128;
 
-    /// With `normalise` those of the gradient of q: the features of q and k, the scores, the state, the outputs, their
-    /// gradients divided by the sum of weights, the gradients of scores and of the state, and the result.
+    /// With `normalise` those of the gradient of k: the features of q and k, the scores, the state, values without their
+    /// mean, do / n, the gradients of scores and of the state, and the result.
     fn roundings(&self) -> u32 {
         if self.normalise { 9 } else { 5 }
     }

@@ -87,7 +87,7 @@ impl Default for Config {
 
 impl Config {
     fn linear(&self) -> GatedLinear {
-        GatedLinear::new(self.chunk)
+        GatedLinear { chunk: self.chunk }
     }
 
     /// Applies gated linear attention to the inputs and the weights of values by `linear`, then the skip, the gate and

@@ -44,7 +44,7 @@ fn run([q, k, v, upstream, log_decay]: &[Vec<f32>; 5]) -> [Vec<f64>; 5] {
     let inputs = [q, k, v, log_decay].map(tensor3);
     let [q, k, v, log_decay] = inputs.clone();
     let inputs4 = [q, k, v, log_decay].map(|x| primitive(x.unsqueeze_dim::<4>(1)));
-    let y: Tensor<Ad, 4> = tensor(Ad::run(&GatedLinear::new(64), inputs4, vec![]));
+    let y: Tensor<Ad, 4> = tensor(Ad::run(&GatedLinear { chunk: 64 }, inputs4, vec![]));
     let y = y.squeeze_dim::<3>(1);
     let grads = (y.clone() * tensor3(upstream)).sum().backward();
     let of = |x: Tensor<Flex, 3>| x.into_data().iter::<f64>().collect::<Vec<_>>();
@@ -130,7 +130,7 @@ fn the_state_does_not_depend_on_how_tokens_arrive() {
             log_decay: (one(3.0) - 1.0) * 5.0,
         }
     };
-    let linear = GatedLinear::new(16);
+    let linear = GatedLinear { chunk: 16 };
     let (_, want) = linear.forward(rows(0, 300), None);
     let mut state = None;
     let mut first = 0;
