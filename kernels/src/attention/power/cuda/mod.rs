@@ -1,6 +1,6 @@
 //! Power attention on CUDA. The attention form is softmax attention on the flash core: its scores are p·ln|q·k|, and
-//! the decay is a bias. The [chunked form](chunked) uses it for the near keys. The scale of scores cancels, so it is 1
-//! here.
+//! the decay is a bias. The [chunked form](chunked), and what decodes [token by token](recurrent) from its sums, use it
+//! for the near keys. The scale of scores cancels, so it is 1 here.
 //!
 //! The forward pass takes the logarithm of each product. The backward pass needs the product's sign, which its
 //! logarithm lacks. It forms t = s · exp((c_i − c_j − lse_i) / p), whose p-th power is the weight, and whose
@@ -16,6 +16,8 @@
 pub(super) mod chunked;
 mod decode;
 mod gradients;
+mod join;
+mod recurrent;
 mod score;
 
 use burn::tensor::{DType, Shape};

@@ -174,7 +174,10 @@ fn the_kernels_serve_the_attention_form_and_large_chunks_of_squares() {
         (auto, windowed, Some(100_000), kernel),
         (form(Form::Attention), shape, Some(100_000), kernel),
         (form(Form::Chunked), shape, Some(10), kernel),
-        (form(Form::Chunked), shape, None, ExecPath::Reference),
+        (form(Form::Chunked), shape, None, kernel),
+        (form(Form::Chunked), narrow, None, ExecPath::Reference),
+        (Config { chunk: Some(192), ..form(Form::Chunked) }, shape, None, ExecPath::Reference),
+        (Config { p: 4, ..form(Form::Chunked) }, shape, None, ExecPath::Reference),
     ] {
         let found = ExecPath::of(&config, Kernel::CUDA_BF16, &shape, 1, seq_len);
         assert_eq!(found, want, "{config:?}, {seq_len:?}");

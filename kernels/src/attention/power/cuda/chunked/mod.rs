@@ -38,7 +38,7 @@ use self::contract::ContractArraysLaunch;
 use self::factors::{DecaySizesLaunch, DecaySources, DecaysLaunch};
 use self::read::{ReadArraysLaunch, ReadConfig, ReadSizesLaunch};
 use self::scan::{ScanConfig, ScanInputsLaunch, ScanSizesLaunch};
-use self::slab::{SLAB, StateLayout};
+pub use self::slab::{SLAB, StateLayout, next_tiles, tiles_of};
 use super::group;
 use crate::attention::flash::{Gradients, Heads, row_dots};
 use crate::cuda::{CudaTensor, buffer, contiguous, empty, multiprocessors, zeros};
