@@ -36,12 +36,13 @@
 //! attention over one to two chunks.
 //!
 //! # Kernels
-//! On the CPU, both forms, in f32. On CUDA in bf16, on tensor cores: the attention form, and the chunked form
-//! (`docs/power.md`) with p = 2, heads of 32, 64 or 128 channels and chunks of a multiple of 128 tokens; the
-//! reference computes it elsewhere. Decoding on CUDA keeps the decay's sums for each query head. With
-//! `form = "auto"`, the kernels also compute a prefill of more than `switch_len` tokens; single tokens after
-//! `switch_len`, and all decoding with `form = "chunked"`, run the reference. A score below 2^-126 has no weight on
-//! CUDA, where ε is 0, nor has a sum of far weights below 10^-30; sums of squared scores must stay below 10^38.
+//! On the CPU, both forms, in f32. On CUDA in bf16, on tensor cores: the attention form, and the chunked form with
+//! p = 2, heads of 32, 64 or 128 channels and chunks of a multiple of 128 tokens (`docs/power.md`); the reference
+//! computes it elsewhere. Where the chunked form has kernels, so has decoding from its sums, in f32; else single
+//! tokens after `switch_len`, and all decoding with `form = "chunked"`, run the reference. Decoding on CUDA keeps the
+//! decay's sums for each query head, and for each kv head S and Σ_j decay_j k_j k_jᵀ instead of z and its bound. A
+//! score below 2^-126 has no weight on CUDA, where ε is 0, nor has a sum of far weights below 10^-30; sums of squared
+//! scores must stay below 10^38.
 
 mod cpu;
 mod cuda;

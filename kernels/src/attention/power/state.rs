@@ -4,7 +4,7 @@
 use burn::tensor::{FloatDType, Tensor, s};
 
 use super::Power;
-use super::cuda::PowerKvCache;
+use super::cuda::{NewTokens, PowerKvCache};
 use super::op::PowerAttention;
 use super::reference::{PowerInputs, StateSums};
 use crate::attention::cache::KvCache;
@@ -148,14 +148,14 @@ impl CudaState {
     ) -> Tensor<B, 4> {
         let tokens = qkv[0].dims()[2];
         self.position += tokens;
-        let ([q, k, v], log_decay) = (qkv.map(on_cuda), log_decay.map(on_cuda));
+        let new = NewTokens { qkv: qkv.map(on_cuda), log_decay: log_decay.map(on_cuda) };
         let cache = self.cache.get_or_insert_with(|| {
-            // Beyond these, tokens leave the cache.
-            let most = folding.map_or(self.capacity, |folding| folding.most() + 1);
-            let capacity = capacity(op.window, self.capacity.min(most), tokens);
-            Box::new(PowerKvCache::new(&q, &k, log_decay.is_some(), capacity))
+            // No more tokens are kept before the oldest leave the cache.
+            let most = folding.map_or(usize::MAX, |folding| folding.most() + 1);
+            let capacity = capacity(op.window, self.capacity.min(most), tokens.min(most));
+            Box::new(PowerKvCache::new(&new, capacity))
         });
-        tensor(B::from_cuda(cache.extend(op, folding, [&q, &k, &v], log_decay.as_ref())))
+        tensor(B::from_cuda(cache.extend(op, folding, &new)))
     }
 
     /// The same tokens in the state of the reference, in f32: that of a state without sums or a window, which has all

@@ -1,8 +1,12 @@
 //! The state of decoding: keys, values and the decay's prefix sums in growing buffers, and the sums over tokens that
 //! have left them.
 
+use std::ops::Range;
+
+use burn::tensor::Tensor;
+
 use super::recurrent::FarSums;
-use super::{PowerAttention, by_query_head, forward, group};
+use super::{PowerAttention, Whole, by_query_head, group, whole};
 use crate::Cuda;
 use crate::attention::decay::DecaySumsCache;
 use crate::attention::flash::{CacheBuffer, expired};
@@ -22,22 +26,36 @@ pub struct PowerKvCache {
     far: Option<FarSums>,
 }
 
-/// New tokens.
-struct NewTokens<'a> {
-    /// q `[batch, heads, tokens, head_dim]`, k and v `[batch, kv_heads, tokens, head_dim]`.
-    qkv: [&'a CudaTensor; 3],
-    /// ℓ, `[batch, kv_heads, tokens]` in f32, with a gate.
-    log_decay: Option<&'a CudaTensor>,
+/// Tokens to append.
+#[derive(Clone, Debug)]
+pub struct NewTokens {
+    /// q `[batch, heads, tokens, head_dim]`, k and v `[batch, kv_heads, tokens, head_dim]`, in bf16.
+    pub qkv: [CudaTensor; 3],
+    /// With a gate: ℓ, `[batch, kv_heads, tokens]` in f32.
+    pub log_decay: Option<CudaTensor>,
+}
+
+impl NewTokens {
+    fn len(&self) -> usize {
+        self.qkv[0].meta.shape()[2]
+    }
+
+    fn narrow(&self, range: Range<usize>) -> Self {
+        let cut = |x: &CudaTensor| narrow(x, 2, range.clone());
+        NewTokens { qkv: self.qkv.each_ref().map(cut), log_decay: self.log_decay.as_ref().map(cut) }
+    }
 }
 
 impl PowerKvCache {
-    /// An empty cache for queries like `q` and keys like `k`, with room for `capacity` tokens.
-    pub fn new(q: &CudaTensor, k: &CudaTensor, gate: bool, capacity: usize) -> Self {
+    /// An empty cache for tokens like these, with room for `capacity` of them.
+    pub fn new(tokens: &NewTokens, capacity: usize) -> Self {
+        let [q, k, _] = &tokens.qkv;
         let [batch, kv_heads, _, head_dim]: [usize; 4] = k.meta.shape().dims();
         let heads = q.meta.shape()[1];
-        let tokens = || CacheBuffer::new(k, [batch, kv_heads, head_dim], k.dtype, capacity);
+        let buffer = || CacheBuffer::new(k, [batch, kv_heads, head_dim], k.dtype, capacity);
+        let gate = tokens.log_decay.is_some();
         let decay = gate.then(|| DecaySumsCache::new(k, [batch, heads], capacity));
-        PowerKvCache { keys: tokens(), values: tokens(), decay, far: None }
+        PowerKvCache { keys: buffer(), values: buffer(), decay, far: None }
     }
 
     /// Elements of all buffers.
@@ -47,43 +65,46 @@ impl PowerKvCache {
         self.keys.elements() + self.values.elements() + decay + far
     }
 
-    /// Appends tokens and returns their outputs, `[batch, heads, tokens, head_dim]`.
+    /// Appends tokens and returns their outputs, `[batch, heads, tokens, head_dim]`. `op` is the attention form;
+    /// `folding` says when tokens leave the cache for sums, and is `None` for never.
     ///
-    /// - q: `[batch, heads, tokens, head_dim]` in bf16
-    /// - k, v: `[batch, kv_heads, tokens, head_dim]` in bf16
-    /// - `log_decay`: ℓ, `[batch, kv_heads, tokens]` in f32
-    /// - `folding`: when tokens leave the cache for sums, which the kernels serve; `None` for never
+    /// # Panics
+    /// When the kernels do not serve the tokens, or these chunks.
     pub fn extend(
         &mut self,
         op: &PowerAttention,
         folding: Option<Folding>,
-        qkv: [&CudaTensor; 3],
-        log_decay: Option<&CudaTensor>,
+        new: &NewTokens,
     ) -> CudaTensor {
-        let Some(folding) = folding else { return self.attend(op, NewTokens { qkv, log_decay }) };
-        let tokens = qkv[0].meta.shape()[2];
-        if self.position() == 0 && tokens > folding.switch {
-            let whole = PowerAttention { chunk: Some(folding.chunk), ..op.clone() };
-            let result = forward(&whole, qkv, log_decay, None, false);
-            self.append(op, &NewTokens { qkv, log_decay });
-            self.fold(folding);
-            return result.expect("inputs that the kernels serve").output;
+        let Some(folding) = folding else { return self.attend(op, new) };
+        if self.position() == 0 && new.len() > folding.switch {
+            return self.prefill(op, folding, new);
         }
         let mut outputs = vec![];
         let mut first = 0;
-        while first < tokens {
-            let size = folding.piece(self.position(), tokens - first);
-            let part = |x: &CudaTensor| narrow(x, 2, first..first + size);
-            let (qkv, log_decay) = (qkv.map(part), log_decay.map(part));
-            let piece = NewTokens { qkv: qkv.each_ref(), log_decay: log_decay.as_ref() };
-            outputs.push(tensor::<Cuda, 4>(self.attend(op, piece)));
+        while first < new.len() {
+            let size = folding.piece(self.position(), new.len() - first);
+            let piece = new.narrow(first..first + size);
+            outputs.push(tensor::<Cuda, 4>(self.attend(op, &piece)));
             self.fold(folding);
             first += size;
         }
         match outputs.len() {
             1 => primitive(outputs.remove(0)),
-            _ => primitive(burn::tensor::Tensor::cat(outputs, 2)),
+            _ => primitive(Tensor::cat(outputs, 2)),
         }
+    }
+
+    /// Appends the first tokens, in the chunked form.
+    fn prefill(&mut self, op: &PowerAttention, folding: Folding, new: &NewTokens) -> CudaTensor {
+        let chunked = PowerAttention { chunk: Some(folding.chunk), ..op.clone() };
+        let (qkv, log_decay) = (new.qkv.each_ref(), new.log_decay.as_ref());
+        let whole = whole(&chunked, qkv, log_decay, None, false);
+        let Whole { o, far, .. } = whole.expect("tokens that the kernels serve");
+        self.far = far.map(|(_, states)| FarSums::after(&states, folding.chunk));
+        self.append(op, &new.narrow(self.position()..new.len()));
+        self.fold(folding);
+        o
     }
 
     /// The position of the next token, without a window.
@@ -92,21 +113,20 @@ impl PowerKvCache {
     }
 
     /// Appends tokens.
-    fn append(&mut self, op: &PowerAttention, NewTokens { qkv, log_decay }: &NewTokens<'_>) {
-        let [q, k, v] = *qkv;
-        let old = expired(op.window, self.keys.rows(), k.meta.shape()[2]);
-        self.drop_first(old);
+    fn append(&mut self, op: &PowerAttention, new: &NewTokens) {
+        let [q, k, v] = &new.qkv;
+        self.drop_first(expired(op.window, self.keys.rows(), new.len()));
         self.keys.append(k.clone());
         self.values.append(v.clone());
-        if let (Some(decay), Some(log_decay)) = (&mut self.decay, log_decay) {
+        if let (Some(decay), Some(log_decay)) = (&mut self.decay, &new.log_decay) {
             decay.append(&by_query_head(log_decay, group(q, k)));
         }
     }
 
-    /// Appends tokens and returns their outputs.
-    fn attend(&mut self, op: &PowerAttention, new: NewTokens<'_>) -> CudaTensor {
-        self.append(op, &new);
-        let [q, ..] = new.qkv;
+    /// Appends tokens and returns their outputs over the cache and the sums.
+    fn attend(&mut self, op: &PowerAttention, new: &NewTokens) -> CudaTensor {
+        self.append(op, new);
+        let [q, ..] = &new.qkv;
         let [keys, values] = self.keys_and_values();
         let sums = self.decay.as_ref().map(DecaySumsCache::held);
         let [o, lse] = op.run([q, &keys, &values], sums.clone(), None, false);

@@ -1,14 +1,15 @@
 //! The chunked form token by token, for decoding (Gelada et al., 2025, §2 and appendix F): S and M of the
 //! [`chunked`](super::chunked) form over the tokens that have left the cache, in f32 and of constant size.
 //!
-//! With k and v of the oldest cached tokens, which are whole chunks, and w_j the decay from token j to the last of them:
+//! With k and v of the oldest cached tokens, whole chunks, and w_j the decay from token j to the last of them:
 //!
 //! - [`fold`]: S ← decay · S + Σ_j w_j φ(k_j)ᵀ v_j and M ← decay · M + Σ_j w_j k_jᵀ k_j.
 //! - [`read`]: φ(q) S and q M, as sums over slices of the slabs, then o over all keys from these and from o and the
 //!   log-sum-exp over the cached keys.
 //!
-//! Both are plain f32. Reading is bound by the memory of S, which all query heads of a kv head share. A thread has a row
-//! of products x_i y_0, …, x_i y_7 of a slab, and four columns of S. Every sum has one owner and a fixed order.
+//! After a prefill, S and M begin as the last state of the chunked form. Both kernels are plain f32. The time to read is
+//! that of loading S, once for all query heads of a kv head. A thread has a row of a slab's products, x_i y_0, …, x_i y_7,
+//! and four columns of S. Every sum has one owner and a fixed order.
 
 mod fold;
 mod read;
@@ -21,10 +22,12 @@ use self::fold::{FoldSizesLaunch, OldTokensLaunch};
 use self::read::{
     ExactKeysLaunch, JoinConfig, OutputsLaunch, QueriesLaunch, ReadConfig, SlicesLaunch,
 };
-use super::chunked::{SLAB, StateLayout};
+use super::chunked::{SLAB, StateLayout, States};
+use crate::Cuda;
 use crate::attention::decay::{DecaySums, SPAN};
 use crate::attention::flash::Heads;
-use crate::cuda::{CudaTensor, buffer, empty, multiprocessors, narrow, unshare, zeros};
+use crate::backend::{primitive, tensor};
+use crate::cuda::{CudaTensor, buffer, empty, multiprocessors, narrow, reshaped, unshare, zeros};
 use crate::ops::cuda::{as_u32, dim, elements};
 
 /// Products x_i y_j of a thread, with one i.
@@ -35,8 +38,8 @@ const fn threads(layout: StateLayout) -> usize {
     SLAB / PRODUCTS * layout.head_dim / 4
 }
 
-/// Numbers from one vector to the next in shared memory: its channels, zeros up to whole slabs of M, and a 1, the factor
-/// of M's channels.
+/// Numbers from one vector to the next in shared memory: its channels, zeros up to whole slabs of M, and a 1, which is
+/// the factor of M's channels.
 const fn stride(layout: StateLayout) -> usize {
     layout.padded() + 4
 }
@@ -93,6 +96,15 @@ impl FarSums {
         let layout = StateLayout { head_dim };
         let sums = zeros(k, &[batch * kv_heads, layout.rows(), head_dim], DType::F32);
         FarSums { layout, sums, tokens: 0 }
+    }
+
+    /// Those that a prefill in chunks of `chunk` tokens ends with: the last of its `states`, which is in bf16.
+    pub fn after(states: &States, chunk: usize) -> Self {
+        let last = states.last();
+        let shape: [usize; 3] = last.meta.shape().dims();
+        let sums = primitive(tensor::<Cuda, 3>(last).cast(DType::F32));
+        let layout = StateLayout { head_dim: shape[2] };
+        FarSums { layout, sums: reshaped(&sums, &shape), tokens: states.count() * chunk }
     }
 
     /// Tokens in the sums.

@@ -18,9 +18,10 @@ const MOST_QUERIES: usize = 8;
 /// Threads of [`join_slices`] that share a channel, each with a part of the slices.
 pub const PARTS: usize = 4;
 
-/// Blocks of [`read_slices`] that keep a multiprocessor's memory busy: each loads a slab at a time.
+/// Blocks of [`read_slices`] that keep a multiprocessor's share of the memory busy: each thread loads 128 bytes at a
+/// time.
 pub const fn blocks_per_multiprocessor(layout: StateLayout) -> usize {
-    if layout.head_dim > 64 { 2 } else { 4 }
+    512 / threads(layout)
 }
 
 /// The compile-time configuration of [`read_slices`].
@@ -139,12 +140,19 @@ pub fn read_slices(
     }
     let x_quads = quads(&x);
     let row_at = row as usize * comptime!(layout.rows()) + i * PRODUCTS;
+    let mut own = Array::<Quad>::new(PRODUCTS);
+    let from = (row_at + slab * SLAB) * own_quads + quad;
+    #[unroll]
+    for j in 0..PRODUCTS {
+        own[j] = sums[from + comptime!(j * own_quads)];
+    }
     while slab < end {
-        let from = (row_at + slab * SLAB) * own_quads + quad;
-        let mut own = Array::<Quad>::new(PRODUCTS);
+        // The next slab, while this one is multiplied.
+        let mut next = Array::<Quad>::new(PRODUCTS);
+        let from = (row_at + select(slab + 1 < end, slab + 1, slab) * SLAB) * own_quads + quad;
         #[unroll]
         for j in 0..PRODUCTS {
-            own[j] = sums[from + comptime!(j * own_quads)];
+            next[j] = sums[from + comptime!(j * own_quads)];
         }
         let (first, second) = places(slab, (tile, other), i, layout);
         #[unroll]
@@ -162,6 +170,10 @@ pub fn read_slices(
         }
         (tile, other) = next_tiles(tile, other, layout);
         slab += 1;
+        #[unroll]
+        for j in 0..PRODUCTS {
+            own[j] = next[j];
+        }
     }
 
     // The sum over rows of products.
