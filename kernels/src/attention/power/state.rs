@@ -166,6 +166,7 @@ impl CudaState {
         let f32 = |x| tensor::<B, 4>(B::from_cuda(x)).cast(FloatDType::F32);
         let [k, v] = cache.keys_and_values().map(f32);
         let [batch, kv_heads, tokens, head_dim] = k.dims();
+        assert_eq!(tokens, self.position, "cached tokens, and all tokens so far");
         let rows = batch * kv_heads;
         let log_decay = match cache.decay_within_spans() {
             Some(within) => {
