@@ -326,6 +326,26 @@ impl VariantSpec for Config {
         around + channels.in_f32() + self.op().saved_by_reference(&channels, shape, seq_len)
     }
 
+    /// With `normalise` on CUDA, what the forward pass saves when it runs again, and y, its gradient and parts of them.
+    fn temporary_bytes_per_token(
+        &self,
+        shape: &AttentionShape,
+        _seq_len: usize,
+        path: ExecPath,
+        _dtype: DType,
+    ) -> f64 {
+        if !self.normalise || path != ExecPath::Kernel(DeviceKind::Cuda) {
+            return 0.0;
+        }
+        let values = mean::channels(shape.head_dim);
+        let (of_heads, of_values) =
+            ((shape.heads * values) as f64, (shape.kv_heads * values) as f64);
+        let mut channels = Channels::of(self, shape);
+        channels.v = of_values;
+        let saved = self.op().saved_by_kernel(self.decays(), &channels, shape, DeviceKind::Cuda);
+        saved + 10.0 * of_heads + 6.0 * of_values
+    }
+
     fn has_retention(&self) -> bool {
         self.gate != Gate::None
     }
