@@ -368,6 +368,9 @@ impl Chunked {
 
     /// y `[batch, heads, seq_len, value_dim]` in type `output`, bf16 or f32, in the memory order `[batch, seq_len, heads,
     /// value_dim]`.
+    ///
+    /// # Panics
+    /// For another type.
     pub fn forward(&self, output: DType) -> (CudaTensor, Saved) {
         self.run(output, &States::default())
     }
@@ -447,7 +450,8 @@ impl Chunked {
         }
         let o = match output {
             DType::F32 => self.outputs::<f32>(&saved),
-            _ => self.outputs::<bf16>(&saved),
+            DType::BF16 => self.outputs::<bf16>(&saved),
+            other => panic!("outputs in {other:?}, not in bf16 or f32"),
         };
         (o, saved)
     }

@@ -7,6 +7,7 @@ use super::reference::LinearInputs;
 use super::{GatedLinear, SUM_EPS};
 use crate::Cuda;
 use crate::attention::ExecPath;
+use crate::attention::blocks::repeat_heads;
 use crate::attention::chunked::{self, Grads, NewTokens, Update};
 use crate::attention::recurrent::run_rows;
 use crate::backend::{Forward, Op, OpBackend, StateOp, primitive, tensor};
@@ -25,10 +26,9 @@ pub fn channels(values: usize) -> usize {
 /// o_t = Σ_{s≤t} w_ts v_s / (Σ_{s≤t} w_ts + 1e-6), with the inputs of [`GatedLinear`]. States have one more channel of
 /// values, that of the sum: `[batch · kv_heads, head_dim, value_dim + 1]`.
 ///
-/// On CUDA the core's outputs are in f32 here. With g = do / (Σ w + 1e-6), the gradient of a weight is g·v − g·o: less than
-/// either where values are alike. So the backward pass runs the forward pass again with the row's mean taken from all
-/// values, which changes no gradient; g is rounded to bf16 before g·o, of which one channel of ones takes what bf16
-/// holds, the other the rest.
+/// On CUDA the core's outputs are in f32 here. With g = do / (Σ w + 1e-6), the gradient of a weight is g·v − g·o. The two
+/// nearly cancel where values are alike, so the backward pass runs the forward pass again with the row's mean taken from
+/// all values (`docs/chunked.md`).
 #[derive(Clone, Debug)]
 pub struct LinearMean {
     /// The operation that sums weighted values.
@@ -148,7 +148,7 @@ impl Op<4> for LinearMean {
         let centred = primitive((v - mean.clone()).cast(dtype));
         let before = before.first().map(|before| {
             let before = tensor::<Cuda, 3>(before.clone());
-            let mean = mean.reshape([batch * kv_heads, 1, values]);
+            let mean = mean.clone().reshape([batch * kv_heads, 1, values]);
             let sums = before.clone().narrow(2, values, 1);
             let states = before.narrow(2, 0, values) - sums.clone() * mean;
             Tensor::cat(vec![states, sums], 2)
@@ -156,8 +156,11 @@ impl Op<4> for LinearMean {
         let (y, _) = run_core([q, k, &centred, log_decay], before, true).expect("it ran before");
         let [o, sum] = quotient(tensor::<Cuda, 4>(y.output), values);
 
-        let g = (tensor::<Cuda, 4>(grad).cast(DType::F32) / sum).cast(dtype);
-        let of_sum = -(g.clone().cast(DType::F32) * o).sum_dim(3);
+        let g = (tensor::<Cuda, 4>(grad).cast(DType::F32) / sum.clone()).cast(dtype);
+        let rounded = g.clone().cast(DType::F32);
+        // Outputs of all values have n / (n + 1e-6) of the mean.
+        let missing = repeat_heads(mean, g.dims()[1] / kv_heads) * SUM_EPS / sum;
+        let of_sum = ((missing - o) * rounded).sum_dim(3);
         let first = of_sum.clone().cast(dtype);
         let second = (of_sum - first.clone().cast(DType::F32)).cast(dtype);
         let all = Tensor::cat(vec![g, first, second], 3);

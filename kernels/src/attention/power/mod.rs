@@ -412,6 +412,25 @@ impl VariantSpec for Config {
         };
         elements.saturating_mul(shape.kv_heads) as u64
     }
+
+    /// The sums are in f32.
+    fn state_bytes(
+        &self,
+        shape: &AttentionShape,
+        seq_len: usize,
+        path: ExecPath,
+        dtype: DType,
+    ) -> u64 {
+        let all = self.state_elements(shape, seq_len);
+        let sums = match self.folding(shape) {
+            Some(folding) if folding.near(seq_len) < seq_len => {
+                self.sums_elements(shape).saturating_mul(shape.kv_heads) as u64
+            }
+            _ => 0,
+        };
+        let near = (all - sums).saturating_mul(self.state_dtype(path, dtype).size() as u64);
+        near.saturating_add(sums.saturating_mul(4))
+    }
 }
 
 impl Variant for Config {

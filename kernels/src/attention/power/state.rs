@@ -4,7 +4,7 @@
 use burn::tensor::{FloatDType, Tensor, s};
 
 use super::Power;
-use super::cuda::{NewTokens, PowerKvCache};
+use super::cuda::{PowerKvCache, PowerTokens};
 use super::op::PowerAttention;
 use super::reference::{PowerInputs, StateSums};
 use crate::attention::cache::KvCache;
@@ -61,6 +61,11 @@ impl Folding {
     /// Most tokens in the cache after a single-token step.
     pub fn most(self) -> usize {
         self.switch.max(2 * self.chunk - 1)
+    }
+
+    /// Most tokens in the cache at any time: pieces end with a chunk.
+    fn room(self) -> usize {
+        (self.most() + 1).next_multiple_of(self.chunk)
     }
 
     /// Tokens in the cache after `seq_len` single-token steps.
@@ -148,10 +153,10 @@ impl CudaState {
     ) -> Tensor<B, 4> {
         let tokens = qkv[0].dims()[2];
         self.position += tokens;
-        let new = NewTokens { qkv: qkv.map(on_cuda), log_decay: log_decay.map(on_cuda) };
+        let new = PowerTokens { qkv: qkv.map(on_cuda), log_decay: log_decay.map(on_cuda) };
         let cache = self.cache.get_or_insert_with(|| {
-            // No more tokens are kept before the oldest leave the cache.
-            let most = folding.map_or(usize::MAX, |folding| folding.most() + 1);
+            // No more tokens are kept before the oldest leave the cache, however they arrive.
+            let most = folding.map_or(usize::MAX, Folding::room);
             let capacity = capacity(op.window, self.capacity.min(most), tokens.min(most));
             Box::new(PowerKvCache::new(&new, capacity))
         });

@@ -374,6 +374,9 @@ impl Diagonal {
 
     /// y `[batch, heads, seq_len, value_dim]` in type `output`, bf16 or f32, in the memory order `[batch, seq_len, heads,
     /// value_dim]`.
+    ///
+    /// # Panics
+    /// For another type.
     pub fn forward(&self, output: DType) -> (CudaTensor, Saved) {
         self.run(output, &States::default())
     }
@@ -458,7 +461,8 @@ impl Diagonal {
         call.scan(&saved, &call.v, states, end_states, false);
         let o = match output {
             DType::F32 => call.outputs::<f32>(&saved),
-            _ => call.outputs::<bf16>(&saved),
+            DType::BF16 => call.outputs::<bf16>(&saved),
+            other => panic!("outputs in {other:?}, not in bf16 or f32"),
         };
         (o, saved)
     }

@@ -28,27 +28,30 @@ pub struct PowerKvCache {
 
 /// Tokens to append.
 #[derive(Clone, Debug)]
-pub struct NewTokens {
+pub struct PowerTokens {
     /// q `[batch, heads, tokens, head_dim]`, k and v `[batch, kv_heads, tokens, head_dim]`, in bf16.
     pub qkv: [CudaTensor; 3],
     /// With a gate: ℓ, `[batch, kv_heads, tokens]` in f32.
     pub log_decay: Option<CudaTensor>,
 }
 
-impl NewTokens {
+impl PowerTokens {
     fn len(&self) -> usize {
         self.qkv[0].meta.shape()[2]
     }
 
     fn narrow(&self, range: Range<usize>) -> Self {
         let cut = |x: &CudaTensor| narrow(x, 2, range.clone());
-        NewTokens { qkv: self.qkv.each_ref().map(cut), log_decay: self.log_decay.as_ref().map(cut) }
+        PowerTokens {
+            qkv: self.qkv.each_ref().map(cut),
+            log_decay: self.log_decay.as_ref().map(cut),
+        }
     }
 }
 
 impl PowerKvCache {
     /// An empty cache for tokens like these, with room for `capacity` of them.
-    pub fn new(tokens: &NewTokens, capacity: usize) -> Self {
+    pub fn new(tokens: &PowerTokens, capacity: usize) -> Self {
         let [q, k, _] = &tokens.qkv;
         let [batch, kv_heads, _, head_dim]: [usize; 4] = k.meta.shape().dims();
         let heads = q.meta.shape()[1];
@@ -74,7 +77,7 @@ impl PowerKvCache {
         &mut self,
         op: &PowerAttention,
         folding: Option<Folding>,
-        new: &NewTokens,
+        new: &PowerTokens,
     ) -> CudaTensor {
         let Some(folding) = folding else { return self.attend(op, new) };
         if self.position() == 0 && new.len() > folding.switch {
@@ -96,11 +99,11 @@ impl PowerKvCache {
     }
 
     /// Appends the first tokens, in the chunked form.
-    fn prefill(&mut self, op: &PowerAttention, folding: Folding, new: &NewTokens) -> CudaTensor {
+    fn prefill(&mut self, op: &PowerAttention, folding: Folding, new: &PowerTokens) -> CudaTensor {
         let chunked = PowerAttention { chunk: Some(folding.chunk), ..op.clone() };
         let (qkv, log_decay) = (new.qkv.each_ref(), new.log_decay.as_ref());
-        let whole = whole(&chunked, qkv, log_decay, None, false);
-        let Whole { o, far, .. } = whole.expect("tokens that the kernels serve");
+        let all = whole(&chunked, qkv, log_decay, None, false);
+        let Whole { o, far, .. } = all.expect("tokens that the kernels serve");
         self.far = far.map(|(_, states)| FarSums::after(&states, folding.chunk));
         self.append(op, &new.narrow(self.position()..new.len()));
         self.fold(folding);
@@ -113,7 +116,7 @@ impl PowerKvCache {
     }
 
     /// Appends tokens.
-    fn append(&mut self, op: &PowerAttention, new: &NewTokens) {
+    fn append(&mut self, op: &PowerAttention, new: &PowerTokens) {
         let [q, k, v] = &new.qkv;
         self.drop_first(expired(op.window, self.keys.rows(), new.len()));
         self.keys.append(k.clone());
@@ -124,7 +127,7 @@ impl PowerKvCache {
     }
 
     /// Appends tokens and returns their outputs over the cache and the sums.
-    fn attend(&mut self, op: &PowerAttention, new: &NewTokens) -> CudaTensor {
+    fn attend(&mut self, op: &PowerAttention, new: &PowerTokens) -> CudaTensor {
         self.append(op, new);
         let [q, ..] = &new.qkv;
         let [keys, values] = self.keys_and_values();

@@ -24,7 +24,7 @@ use burn::tensor::{DType, Shape};
 use cubecl::zspace::metadata::Metadata;
 
 use self::chunked::{Chunked, Saved, States};
-pub(super) use self::decode::{NewTokens, PowerKvCache};
+pub(super) use self::decode::{PowerKvCache, PowerTokens};
 use self::gradients::{of_log_decay, rounded_with_dots};
 use self::score::{Exponent, ExponentLaunch, PowerScore};
 use super::op::PowerAttention;

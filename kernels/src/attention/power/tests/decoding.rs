@@ -104,6 +104,18 @@ fn long_pieces_cross_many_chunks() {
     }
 }
 
+/// A part of one token in more than one sequence, and chunks that are longer than the shortest ones.
+#[test]
+#[ignore = "needs a GPU"]
+fn pieces_end_with_chunks() {
+    let case = Case { batch: 2, tokens: 355, ..Case::default() };
+    check(&case.config(Form::Chunked), &case, &case.numbers(), &[255, 100]);
+    let case = Case { tokens: 700, chunk: 256, ..Case::default() };
+    check(&case.config(Form::Chunked), &case, &case.numbers(), &[511, 188, 1]);
+    let auto = Config { switch_len: Some(300), ..case.config(Form::Auto) };
+    check(&auto, &case, &case.numbers(), &[300, 1, 398, 1]);
+}
+
 #[test]
 #[ignore = "needs a GPU"]
 fn token_by_token_from_the_first_one() {

@@ -8,7 +8,7 @@
 //!   log-sum-exp over the cached keys.
 //!
 //! After a prefill, S and M begin as the last state of the chunked form. Both kernels are plain f32. The time to read is
-//! that of loading S, once for all query heads of a kv head. A thread has a row of a slab's products, x_i y_0, …, x_i y_7,
+//! that of loading S, once for up to 8 queries of a kv head. A thread has a row of a slab's products, x_i y_0, …, x_i y_7,
 //! and four columns of S. Every sum has one owner and a fixed order.
 
 mod fold;
@@ -20,7 +20,7 @@ use cubecl::prelude::*;
 
 use self::fold::{FoldSizesLaunch, OldTokensLaunch};
 use self::read::{
-    ExactKeysLaunch, JoinConfig, OutputsLaunch, QueriesLaunch, ReadConfig, SlicesLaunch,
+    ExactKeysLaunch, JoinConfig, OutputsLaunch, QueriesLaunch, SliceConfig, SlicesLaunch,
 };
 use super::chunked::{SLAB, StateLayout, States};
 use crate::Cuda;
@@ -167,7 +167,7 @@ impl FarSums {
         let [batch, heads, tokens, head_dim]: [usize; 4] = q.meta.shape().dims();
         let kv_heads = rows / batch;
         let (group, count) = (heads / kv_heads, batch * heads * tokens);
-        let config = ReadConfig::new(layout, group * tokens);
+        let config = SliceConfig::new(layout, group * tokens);
         let tiles = (group * tokens).div_ceil(config.queries);
         let slots = multiprocessors(&q.client) * read::blocks_per_multiprocessor(layout);
         let per_slice = (layout.products() * rows * tiles).div_ceil(slots).min(layout.products());

@@ -26,17 +26,17 @@ pub const fn blocks_per_multiprocessor(layout: StateLayout) -> usize {
 
 /// The compile-time configuration of [`read_slices`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct ReadConfig {
+pub struct SliceConfig {
     /// The layout of the sums.
     pub layout: StateLayout,
     /// Queries of a block.
     pub queries: usize,
 }
 
-impl ReadConfig {
+impl SliceConfig {
     /// For rows with this many queries.
     pub fn new(layout: StateLayout, queries: usize) -> Self {
-        ReadConfig { layout, queries: queries.next_power_of_two().min(MOST_QUERIES) }
+        SliceConfig { layout, queries: queries.next_power_of_two().min(MOST_QUERIES) }
     }
 }
 
@@ -96,9 +96,9 @@ pub fn read_slices(
     sums: &Array<Quad>,
     parts: &mut Array<Quad>,
     slices: Slices,
-    #[comptime] config: ReadConfig,
+    #[comptime] config: SliceConfig,
 ) {
-    let ReadConfig { layout, queries: count } = comptime!(config);
+    let SliceConfig { layout, queries: count } = comptime!(config);
     let (dim, stride, block) = comptime!((layout.head_dim, stride(layout), threads(layout)));
     let (own_quads, products) = comptime!((dim / 4, layout.products()));
     let all = slices.of_s + comptime!(layout.moments() as u32);
