@@ -262,15 +262,13 @@ macro_rules! registry {
                 match self { $(Self::$name(c) => c.state_elements(shape, seq_len),)+ }
             }
 
-            /// As [`VariantSpec::state_bytes`].
-            pub fn state_bytes(
+            /// As [`VariantSpec::state_dtype`].
+            pub fn state_dtype(
                 &self,
-                shape: &AttentionShape,
-                seq_len: usize,
                 path: ExecPath,
                 dtype: burn::tensor::DType,
-            ) -> u64 {
-                match self { $(Self::$name(c) => c.state_bytes(shape, seq_len, path, dtype),)+ }
+            ) -> burn::tensor::DType {
+                match self { $(Self::$name(c) => c.state_dtype(path, dtype),)+ }
             }
         }
 

@@ -3,7 +3,6 @@
 
 mod chunked;
 mod cuda;
-mod decoding;
 mod length;
 
 use burn::backend::{Autodiff, Flex};
