@@ -157,6 +157,22 @@ fn reports_of_attention_kinds_are_drawn_over_the_length() {
     }
     w.succeed(&["plot", "--bench", "a.json", "--y", "nonzero_fraction", "--out", "sparsity.png"]);
     assert_eq!(&std::fs::read(w.path("sparsity.png")).unwrap()[1..4], b"PNG");
+    // Fractions that differ more than tenfold, and less.
+    let fractions = |low: f64| {
+        let case = |tokens: usize, fraction: f64| {
+            serde_json::json!({
+                "kind": "tra", "settings": [], "shape": [1, 2, tokens, 16], "kv_heads": 2, "window": null,
+                "document_len": null, "passes": [], "probe": { "nonzero_fraction": fraction },
+            })
+        };
+        let results = [case(16, 0.3), case(64, low)];
+        let report = serde_json::json!({ "device": "cpu", "precision": "f32", "results": results });
+        w.write("c.json", &report.to_string());
+        w.succeed(&["plot", "--bench", "c.json", "--y", "nonzero_fraction", "--out", "c.svg"]);
+        w.read("c.svg")
+    };
+    assert!(fractions(0.01).contains("\n0.125\n"), "powers of two");
+    assert!(!fractions(0.1).contains("\n0.125\n"), "evenly");
     let error = w.fail(&["plot", "--bench", "a.json", "--y", "speed"]);
     assert!(error.contains("no result has speed; they have: "), "{error}");
     assert!(error.contains("forward, forward_backward"), "{error}");
