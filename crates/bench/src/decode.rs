@@ -135,10 +135,11 @@ impl Sizes {
         let (Sizes { batch, layer }, config) = (self, &kind.config);
         let tokens = most_tokens(context, most_steps(context));
         let path = config.path(kernel, layer, *batch, None);
-        let state_type = config.state_dtype(path, kernel.dtype);
         let bytes = path.dtype(kernel.dtype).size() as u128 * *batch as u128;
-        let of_state = state_type.size() as u128 * *batch as u128;
-        let state = |tokens: usize| of_state * u128::from(config.state_elements(layer, tokens));
+        let state = |tokens: usize| {
+            let of_one = config.state_bytes(layer, tokens, path, kernel.dtype);
+            u128::from(of_one) * *batch as u128
+        };
         // A cache's keys or values; a state of fixed size may be one tensor.
         let channels = (config.views() * layer.head_dim).max(config.value_dim(layer));
         let half = bytes * (channels * layer.kv_heads) as u128 * tokens as u128;
@@ -227,10 +228,8 @@ impl Job<'_> {
         let Sizes { batch, layer } = self.sizes;
         let (config, dtype) = (&kind.config, self.setup.dtype());
         let path = kind.path(self.setup, batch, &layer, None);
-        let elements = config.state_elements(&layer, context) as f64 * batch as f64;
-        let state_type =
-            config.state_dtype(config.path(kernel(self.setup), &layer, batch, None), dtype);
-        let bytes = elements * state_type.size() as f64;
+        let of_state = config.path(kernel(self.setup), &layer, batch, None);
+        let bytes = config.state_bytes(&layer, context, of_state, dtype) as f64 * batch as f64;
         let inputs = |tokens: usize| kind.inputs::<B>(&layer, [batch, tokens], dtype, device);
         let (token, chunk) = (inputs(1), inputs(PREFILL_CHUNK.min(context)));
         let fill = |tokens: usize, capacity: usize| {

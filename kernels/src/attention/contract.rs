@@ -388,6 +388,18 @@ pub trait VariantSpec:
     fn state_dtype(&self, path: ExecPath, dtype: DType) -> DType {
         path.dtype(dtype)
     }
+
+    /// Bytes of those elements: by default all have [`state_dtype`](Self::state_dtype).
+    fn state_bytes(
+        &self,
+        shape: &AttentionShape,
+        seq_len: usize,
+        path: ExecPath,
+        dtype: DType,
+    ) -> u64 {
+        let of_one = self.state_dtype(path, dtype).size() as u64;
+        self.state_elements(shape, seq_len).saturating_mul(of_one)
+    }
 }
 
 /// The execution of an attention kind. Callers use the functions of [`dispatch`](super::dispatch),

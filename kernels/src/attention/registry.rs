@@ -262,13 +262,15 @@ macro_rules! registry {
                 match self { $(Self::$name(c) => c.state_elements(shape, seq_len),)+ }
             }
 
-            /// As [`VariantSpec::state_dtype`].
-            pub fn state_dtype(
+            /// As [`VariantSpec::state_bytes`].
+            pub fn state_bytes(
                 &self,
+                shape: &AttentionShape,
+                seq_len: usize,
                 path: ExecPath,
                 dtype: burn::tensor::DType,
-            ) -> burn::tensor::DType {
-                match self { $(Self::$name(c) => c.state_dtype(path, dtype),)+ }
+            ) -> u64 {
+                match self { $(Self::$name(c) => c.state_bytes(shape, seq_len, path, dtype),)+ }
             }
         }
 

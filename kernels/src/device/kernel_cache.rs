@@ -3,7 +3,7 @@
 //! The runtime's own cache identifies a kernel by its name and its settings, not by its source. So each
 //! build of this program has its own folder, for one GPU architecture and one compiler version.
 
-use std::fs;
+use std::fs::{self, File};
 use std::hash::Hasher;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
@@ -17,6 +17,9 @@ use super::Device;
 
 /// The prefix of a folder's name.
 const PREFIX: &str = "kernels-";
+
+/// A file in each folder on which its users hold a shared lock.
+const LOCK: &str = "lock";
 
 /// The cache of compiled kernels.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,23 +42,24 @@ impl KernelCache {
 }
 
 /// Caches the kernels that `device` compiles in the user's cache folder (`$XDG_CACHE_HOME/longwall` or
-/// `~/.cache/longwall`) and removes those of other builds. Only the first call of a process has an effect;
+/// `~/.cache/longwall`) and removes those of builds that do not run. Only the first call of a process has an effect;
 /// it must precede the first tensor on the GPU.
 pub fn keep_kernels(device: &Device) -> KernelCache {
-    static CACHE: OnceLock<KernelCache> = OnceLock::new();
+    static CACHE: OnceLock<(KernelCache, Option<File>)> = OnceLock::new();
     let Device::Cuda(device) = device else { return KernelCache::Unneeded };
     let open = || {
         let base = base().ok_or("neither XDG_CACHE_HOME nor HOME is set")?;
         let build = build().map_err(|error| format!("the program cannot be read: {error}"))?;
         let target = target(device.index).ok_or("the driver does not name the architecture")?;
-        let cache = open(&base, &build, &target)
+        let (cache, lock) = open(&base, &build, &target)
             .map_err(|error| format!("{} cannot be written: {error}", base.display()))?;
         if let KernelCache::New(path) | KernelCache::Found(path) = &cache {
             configure(path)?;
         }
-        Ok(cache)
+        Ok((cache, Some(lock)))
     };
-    CACHE.get_or_init(|| open().unwrap_or_else(KernelCache::Nowhere)).clone()
+    let nowhere = |why| (KernelCache::Nowhere(why), None);
+    CACHE.get_or_init(|| open().unwrap_or_else(nowhere)).0.clone()
 }
 
 /// Configures the runtime's cache, unless the user's own configuration names one.
@@ -109,28 +113,34 @@ fn target(index: usize) -> Option<String> {
     Some(format!("sm{major}{minor}-nvrtc{}.{}", version[0], version[1]))
 }
 
-/// Finds or creates the folder of `build` and `target` in `base`; creating it removes those of other builds.
-fn open(base: &Path, build: &str, target: &str) -> io::Result<KernelCache> {
+/// Finds or creates the folder of `build` and `target` in `base`, with the lock that keeps it; creating it removes those
+/// of other builds that nobody holds.
+fn open(base: &Path, build: &str, target: &str) -> io::Result<(KernelCache, File)> {
     let own = format!("{PREFIX}{build}-");
     let path = base.join(format!("{own}{target}"));
     let found = path.is_dir();
     fs::create_dir_all(&path)?;
-    // The runtime aborts the program if it cannot write, so test that first.
-    let probe = path.join(format!("probe-{}", std::process::id()));
-    fs::write(&probe, [])?;
-    fs::remove_file(&probe)?;
+    // The runtime aborts the program if it cannot write: this fails before.
+    let lock = File::create(path.join(LOCK))?;
+    // Without locks, a file system keeps the folders of all builds.
+    let _ = lock.lock_shared();
     if found {
-        return Ok(KernelCache::Found(path));
+        return Ok((KernelCache::Found(path), lock));
     }
     for entry in fs::read_dir(base)?.flatten() {
         let name = entry.file_name();
         let name = name.to_string_lossy();
-        if name.starts_with(PREFIX) && !name.starts_with(&own) {
+        if name.starts_with(PREFIX) && !name.starts_with(&own) && !is_held(&entry.path()) {
             // A folder that cannot be removed only takes space.
             let _ = fs::remove_dir_all(entry.path());
         }
     }
-    Ok(KernelCache::New(path))
+    Ok((KernelCache::New(path), lock))
+}
+
+/// Whether a process holds a folder's lock.
+fn is_held(folder: &Path) -> bool {
+    File::open(folder.join(LOCK)).is_ok_and(|lock| lock.try_lock().is_err())
 }
 
 #[cfg(test)]
@@ -155,19 +165,22 @@ mod tests {
     }
 
     #[test]
-    fn a_new_build_removes_the_folders_of_others_and_nothing_else() {
+    fn a_new_build_removes_the_folders_of_builds_that_do_not_run_and_nothing_else() {
         let base = Folder::new("kernel-cache");
         let open = |build, target| open(&base.0, build, target).unwrap();
-        assert!(matches!(open("aaaa", "sm90"), KernelCache::New(_)));
-        assert!(matches!(open("aaaa", "sm90"), KernelCache::Found(_)));
-        assert!(matches!(open("aaaa", "sm80"), KernelCache::New(_)));
+        let is_there = |name: &str| base.0.join(name).is_dir();
+        assert!(matches!(open("aaaa", "sm90"), (KernelCache::New(_), _)));
+        let (found, running) = open("aaaa", "sm90");
+        assert!(matches!(found, KernelCache::Found(_)));
+        assert!(matches!(open("aaaa", "sm80"), (KernelCache::New(_), _)));
         fs::create_dir(base.0.join("other")).unwrap();
-        let KernelCache::New(path) = open("bbbb", "sm90") else {
-            panic!("a new build, an old folder")
-        };
-        assert!(path.is_dir() && base.0.join("other").is_dir());
-        assert!(!base.0.join("kernels-aaaa-sm90").exists());
-        assert!(!base.0.join("kernels-aaaa-sm80").exists());
+        assert!(matches!(open("bbbb", "sm90"), (KernelCache::New(_), _)));
+        assert!(is_there("kernels-bbbb-sm90") && is_there("other"));
+        assert!(is_there("kernels-aaaa-sm90"), "its build runs");
+        assert!(!is_there("kernels-aaaa-sm80"));
+        drop(running);
+        let _ = open("cccc", "sm90");
+        assert!(!is_there("kernels-aaaa-sm90"));
     }
 
     #[test]

@@ -9,9 +9,7 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 
 use super::product::THREADS;
-use super::{
-    Accumulator, Bf16Pair, Bf16Quad, CHUNK, Chunk, Pair, half, quad_in_two_chunks, quad_of_row,
-};
+use super::{Accumulator, Bf16Pair, CHUNK, Chunk, Pair, half, quad_in_two_chunks, quad_of_row};
 
 /// Warps of a block.
 pub const WARPS: usize = THREADS / 32;
@@ -289,10 +287,10 @@ pub fn write(
 }
 
 /// Writes the rows of an accumulator before `count` to rows of `stride` pairs in global memory, from pair `base` on,
-/// both even, rounded to bf16. All lanes of the warp call it.
+/// both even. All lanes of the warp call it.
 #[cube]
-pub fn write_rows(
-    output: &mut Array<Bf16Pair>,
+pub fn write_rows<O: Numeric>(
+    output: &mut Array<Vector<O, Const<2>>>,
     acc: &Accumulator,
     tile: &WarpTile,
     base: usize,
@@ -309,7 +307,7 @@ pub fn write_rows(
         for two in 0..comptime!(p.fragments() / 2) {
             let quad = quad_of_row(acc, two, r);
             if row < count {
-                quads[at + comptime!(two * CHUNK / 2)] = Bf16Quad::cast_from(quad);
+                quads[at + comptime!(two * CHUNK / 2)] = Vector::<O, Const<4>>::cast_from(quad);
             }
         }
     }

@@ -413,6 +413,17 @@ pub fn to_a_frags(p: &Accumulator, #[comptime] n: usize) -> AFragments {
     a_frags
 }
 
+/// Where the rows of a tile begin in a tensor `[batch, heads, rows, channels]`.
+#[derive(CubeType, Clone, Copy)]
+pub struct RowsAt {
+    /// The sequence.
+    pub batch: usize,
+    /// The head.
+    pub head: usize,
+    /// The first row.
+    pub row: usize,
+}
+
 /// A double buffer of two stages with two tiles each: one stage is loaded while the other is used. Warps do
 /// not run in lockstep; the last one to release a stage loads the next tiles into it.
 #[derive(CubeType)]
@@ -509,6 +520,21 @@ impl Pipeline {
         first: usize,
         others: u32,
     ) {
+        let of_first = RowsAt { batch, head: heads.0, row: first };
+        let of_second = RowsAt { batch, head: heads.1, row: first };
+        self.load_each(iteration, first_source, &of_first, second_source, &of_second, others);
+    }
+
+    /// [`Pipeline::load`] of tiles that begin at different rows.
+    pub fn load_each(
+        &mut self,
+        iteration: usize,
+        first_source: &TensorMap<bf16, Tiled>,
+        of_first: &RowsAt,
+        second_source: &TensorMap<bf16, Tiled>,
+        of_second: &RowsAt,
+        others: u32,
+    ) {
         let (first_at, second_at) = (self.first_tile(iteration), self.second_tile(iteration));
         let (rows, first_dim, second_dim) = comptime!((self.rows, self.dims.0, self.dims.1));
         let both = comptime!(bytes(self.rows, self.dims.0) + bytes(self.rows, self.dims.1));
@@ -520,9 +546,9 @@ impl Pipeline {
                 load_rows(
                     full,
                     first_source,
-                    batch,
-                    heads.0,
-                    first,
+                    of_first.batch,
+                    of_first.head,
+                    of_first.row,
                     &mut self.first_tiles,
                     first_at,
                     rows,
@@ -531,9 +557,9 @@ impl Pipeline {
                 load_rows(
                     full,
                     second_source,
-                    batch,
-                    heads.1,
-                    first,
+                    of_second.batch,
+                    of_second.head,
+                    of_second.row,
                     &mut self.second_tiles,
                     second_at,
                     rows,

@@ -1,6 +1,6 @@
 //! What the kernels read and write: their arguments, and rows of vectors between global and shared memory.
 
-use burn::tensor::bf16;
+use burn::tensor::{Element, bf16};
 use cubecl::prelude::*;
 
 use super::CHUNK_TOKENS;
@@ -87,15 +87,6 @@ pub struct ChunkInputs {
     pub sums: Array<f32>,
     /// β, `[rows, tokens]`, if values are weighted.
     pub beta: Array<f32>,
-}
-
-/// A tensor `[batch, heads, tokens, head_dim]` in f32.
-#[derive(CubeType, CubeLaunch)]
-pub struct HeadNumbers {
-    /// Its elements.
-    pub numbers: Array<f32>,
-    /// The strides of its rows, in chunks.
-    pub strides: RowStrides,
 }
 
 /// A chunk of a row.
@@ -227,9 +218,9 @@ impl TokensOf {
     }
 
     /// Writes an accumulator to channels from chunk `first` on (see [`write_rows`]).
-    pub fn write(
+    pub fn write<O: Numeric>(
         &self,
-        to: &mut HeadPairs<bf16>,
+        to: &mut HeadPairs<O>,
         acc: &Accumulator,
         tile: &WarpTile,
         first: usize,
@@ -240,6 +231,13 @@ impl TokensOf {
         write_rows(&mut to.pairs, acc, tile, base, stride, self.count, p);
     }
 }
+
+/// The types of outputs. cubecl adds the type to the name of a kernel that is generic over a `Numeric`, and then
+/// [`blocks_per_multiprocessor`](crate::tile::roles::blocks_per_multiprocessor) does not find it.
+pub trait OutputElement: Numeric + Element {}
+
+impl OutputElement for bf16 {}
+impl OutputElement for f32 {}
 
 /// The factors of a chunk's tokens, in shared memory.
 #[derive(CubeType)]

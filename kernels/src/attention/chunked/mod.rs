@@ -23,24 +23,26 @@ mod new_tokens;
 mod output;
 mod scan;
 mod scan_back;
+mod sizes;
 mod sums;
 #[cfg(test)]
 mod tests;
 mod transform;
 mod values_back;
 
-use burn::tensor::DType;
+use burn::tensor::{DType, bf16};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
 use self::diagonal::{Corrections, Diagonal};
 use self::gradients::GradientArraysLaunch;
 pub use self::memory::Update;
-use self::memory::{ChunkConfig, ChunkInputsLaunch, EndStatesLaunch, HandOver, SizesLaunch};
+use self::memory::{ChunkConfig, ChunkInputsLaunch, EndStatesLaunch, HandOver, OutputElement};
 pub use self::new_tokens::NewTokens;
 use self::output::OutputArraysLaunch;
 use self::scan::ScanArraysLaunch;
 use self::scan_back::ScanBackArraysLaunch;
+use self::sizes::CallSizes;
 use self::values_back::ValueGradientArraysLaunch;
 use super::AttentionShape;
 use super::flash::Heads;
@@ -101,12 +103,14 @@ pub fn saved_bytes(
     }
 }
 
-/// An operation's forward pass on the core: `inputs` are q, k, v and log decays, one per token or, without weights of
-/// an additive update, one per channel. `None` where the core does not serve them. See [`Chunked`] for the shapes.
+/// An operation's forward pass on the core, whose result has type `output`, bf16 or f32: `inputs` are q, k, v and log
+/// decays, one per token or, without weights of an additive update, one per channel. `None` where the core does not
+/// serve them. See [`Chunked`] for the shapes.
 pub fn forward(
     update: Update,
     inputs: [&CudaTensor; 4],
     beta: Option<&CudaTensor>,
+    output: DType,
     needs: bool,
 ) -> Option<Forward<CudaTensor>> {
     let [q, _, v, log_decay] = inputs;
@@ -118,12 +122,12 @@ pub fn forward(
     let beta = beta.as_ref();
     let (output, saved) = match dims(log_decay)[3] {
         1 => {
-            let (output, saved) = Chunked::new(update, inputs, beta).forward();
-            (output, saved.into_tensors())
+            let (y, saved) = Chunked::new(update, inputs, beta).forward(output);
+            (y, saved.into_tensors())
         }
         _ => {
-            let (output, saved) = diagonal(inputs, beta, update)?.forward();
-            (output, saved.into_tensors())
+            let (y, saved) = diagonal(inputs, beta, update)?.forward(output);
+            (y, saved.into_tensors())
         }
     };
     Some(Forward { output, saved: saved_with(inputs, beta, saved, needs) })
@@ -135,6 +139,7 @@ pub fn forward_from(
     update: Update,
     inputs: [&CudaTensor; 4],
     beta: Option<&CudaTensor>,
+    output: DType,
     before: &CudaTensor,
     needs: bool,
 ) -> Option<(Forward<CudaTensor>, CudaTensor)> {
@@ -148,13 +153,13 @@ pub fn forward_from(
     let (output, saved, after) = match dims(log_decay)[3] {
         1 => {
             let call = Chunked::new(update, inputs, beta);
-            let (output, saved, after) = call.forward_from(Some(before));
-            (output, saved.into_tensors(), after)
+            let (y, saved, after) = call.forward_from(output, Some(before));
+            (y, saved.into_tensors(), after)
         }
         _ => {
             let call = diagonal(inputs, beta, update)?;
-            let (output, saved, after) = call.forward_from(Some(before));
-            (output, saved.into_tensors(), after)
+            let (y, saved, after) = call.forward_from(output, Some(before));
+            (y, saved.into_tensors(), after)
         }
     };
     Some((Forward { output, saved: saved_with(inputs, beta, saved, needs) }, after))
@@ -254,68 +259,7 @@ pub struct Chunked {
     /// `[batch, kv_heads, seq_len, 1]` in f32, at least 0.
     beta: Option<CudaTensor>,
     update: Update,
-}
-
-/// The sizes of a call.
-#[derive(Clone, Copy, Debug)]
-struct CallSizes {
-    batch: usize,
-    heads: usize,
-    kv_heads: usize,
-    seq_len: usize,
-    head_dim: usize,
-    value_dim: usize,
-}
-
-impl CallSizes {
-    /// Of q `[batch, heads, seq_len, head_dim]` and v `[batch, kv_heads, seq_len, value_dim]`.
-    ///
-    /// # Panics
-    /// Where they do not belong together, or [`serves`] is false.
-    fn new(q: &CudaTensor, v: &CudaTensor) -> Self {
-        let [batch, heads, seq_len, head_dim] = q.meta.shape().dims();
-        let [_, kv_heads, _, value_dim] = v.meta.shape().dims();
-        assert_eq!(dims(v), [batch, kv_heads, seq_len, value_dim], "the shape of v");
-        assert!(heads.is_multiple_of(kv_heads), "{heads} query heads of {kv_heads} kv heads");
-        assert!(
-            serves(q.dtype, head_dim, value_dim),
-            "{head_dim} and {value_dim} of {:?}",
-            q.dtype
-        );
-        CallSizes { batch, heads, kv_heads, seq_len, head_dim, value_dim }
-    }
-
-    fn rows(&self) -> usize {
-        self.batch * self.kv_heads
-    }
-
-    fn group(&self) -> usize {
-        self.heads / self.kv_heads
-    }
-
-    fn chunks(&self) -> usize {
-        self.seq_len.div_ceil(CHUNK_TOKENS)
-    }
-
-    /// The most channels, a divisor of the values' and at most `most`.
-    fn columns(&self, most: usize) -> usize {
-        let mut columns = most;
-        while !self.value_dim.is_multiple_of(columns) {
-            columns /= 2;
-        }
-        columns
-    }
-
-    /// The shape of a tensor of kv heads.
-    fn of_keys(&self, channels: usize) -> [usize; 4] {
-        [self.batch, self.kv_heads, self.seq_len, channels]
-    }
-
-    fn launch(&self) -> SizesLaunch<CudaRuntime> {
-        let [tokens, chunks, group, kv_heads] =
-            [self.seq_len, self.chunks(), self.group(), self.kv_heads].map(as_u32);
-        SizesLaunch::new(tokens, chunks, group, kv_heads)
-    }
+    sizes: CallSizes,
 }
 
 /// What the forward pass leaves for the backward pass.
@@ -399,16 +343,13 @@ impl Chunked {
         let most = states.max(sizes.batch * heads * seq_len * d.max(value_dim)) / 2;
         assert!(u32::try_from(most).is_ok(), "{most} pairs of q, of the output or of states");
         let [q, k, v] = [q, k, v].map(Heads::new);
-        Chunked { q, k, v, log_decay: contiguous(log_decay), beta: beta.map(contiguous), update }
-    }
-
-    fn sizes(&self) -> CallSizes {
-        CallSizes::new(&self.q.tensor, &self.v.tensor)
+        let (log_decay, beta) = (contiguous(log_decay), beta.map(contiguous));
+        Chunked { q, k, v, log_decay, beta, update, sizes }
     }
 
     /// The configuration of kernels that hold at most `most` channels of values in shared memory.
     fn config(&self, most: usize) -> ChunkConfig {
-        let sizes @ CallSizes { head_dim, value_dim, .. } = self.sizes();
+        let sizes @ CallSizes { head_dim, value_dim, .. } = self.sizes;
         let (columns, weighted) = (sizes.columns(most), self.beta.is_some());
         ChunkConfig { head_dim, value_dim, columns, update: self.update, weighted }
     }
@@ -416,7 +357,7 @@ impl Chunked {
     /// The configuration of scans: narrow parts where wide ones would leave multiprocessors without a block.
     fn scan_config(&self) -> ChunkConfig {
         let wide = self.config(32);
-        let blocks = self.sizes().rows() * wide.parts();
+        let blocks = self.sizes.rows() * wide.parts();
         if blocks < multiprocessors(&self.q.tensor.client) { self.config(16) } else { wide }
     }
 
@@ -425,9 +366,13 @@ impl Chunked {
         ChunkInputsLaunch::new(self.q.chunks(), self.k.chunks(), buffer(sums, 1), beta)
     }
 
-    /// y `[batch, heads, seq_len, value_dim]` in bf16, in the memory order `[batch, seq_len, heads, value_dim]`.
-    pub fn forward(&self) -> (CudaTensor, Saved) {
-        self.run(&States::default())
+    /// y `[batch, heads, seq_len, value_dim]` in type `output`, bf16 or f32, in the memory order `[batch, seq_len, heads,
+    /// value_dim]`.
+    ///
+    /// # Panics
+    /// For another type.
+    pub fn forward(&self, output: DType) -> (CudaTensor, Saved) {
+        self.run(output, &States::default())
     }
 
     /// As [`forward`](Self::forward), from the state `before` the first token, 0 if there is none; also the state after
@@ -435,17 +380,21 @@ impl Chunked {
     ///
     /// # Panics
     /// When the state has another shape or type.
-    pub fn forward_from(&self, before: Option<&CudaTensor>) -> (CudaTensor, Saved, CudaTensor) {
-        let sizes = self.sizes();
+    pub fn forward_from(
+        &self,
+        output: DType,
+        before: Option<&CudaTensor>,
+    ) -> (CudaTensor, Saved, CudaTensor) {
+        let sizes = self.sizes;
         let shape = [sizes.rows(), sizes.head_dim, sizes.value_dim];
         let states = States::between(before, &self.q.tensor, shape);
-        let (y, saved) = self.run(&states);
+        let (y, saved) = self.run(output, &states);
         (y, saved, states.after.expect("the state after the last token"))
     }
 
     /// As [`forward`](Self::forward), between states.
-    fn run(&self, states: &States) -> (CudaTensor, Saved) {
-        let (sizes, like) = (self.sizes(), &self.q.tensor);
+    fn run(&self, output: DType, states: &States) -> (CudaTensor, Saved) {
+        let (sizes, like) = (self.sizes, &self.q.tensor);
         let CallSizes { head_dim: d, value_dim, .. } = sizes;
         let (rows, chunks) = (sizes.rows(), sizes.chunks());
         let saved = Saved {
@@ -456,7 +405,6 @@ impl Chunked {
                     .map(|shape| empty(like, &shape, DType::BF16))
             }),
         };
-        let o = self.q.like_with(DType::BF16, value_dim);
         let number = rows * chunks;
         let of = |blocks| CubeCount::Static(as_u32(blocks), 1, 1);
         // SAFETY: all kernels stay within the rows' tokens and chunks.
@@ -499,9 +447,26 @@ impl Chunked {
                 states.hand_over(),
                 config,
             );
-            output::output::launch_unchecked::<CudaRuntime>(
+        }
+        let o = match output {
+            DType::F32 => self.outputs::<f32>(&saved),
+            DType::BF16 => self.outputs::<bf16>(&saved),
+            other => panic!("outputs in {other:?}, not in bf16 or f32"),
+        };
+        (o, saved)
+    }
+
+    /// The last step of the forward pass.
+    fn outputs<O: OutputElement>(&self, saved: &Saved) -> CudaTensor {
+        let (sizes, like) = (self.sizes, &self.q.tensor);
+        let (e, _) = self.corrected(saved);
+        let o = self.q.like_with(O::dtype(), sizes.value_dim);
+        let heads = sizes.rows() * sizes.group();
+        // SAFETY: as in `run`.
+        unsafe {
+            output::output::launch_unchecked::<O, CudaRuntime>(
                 &like.client,
-                of(number * sizes.group()),
+                CubeCount::Static(as_u32(heads * sizes.chunks()), 1, 1),
                 dim(THREADS),
                 self.inputs(&saved.sums),
                 OutputArraysLaunch::new(e.chunks(), buffer(&saved.states, CHUNK), o.pairs()),
@@ -509,7 +474,7 @@ impl Chunked {
                 self.config(64),
             );
         }
-        (o.tensor, saved)
+        o.tensor
     }
 
     /// e and Y; without a correction e is v, and nothing reads Y.
@@ -525,7 +490,7 @@ impl Chunked {
     /// # Panics
     /// When its shape is another.
     pub fn backward(&self, saved: &Saved, grad: &CudaTensor) -> Grads {
-        let (sizes, like) = (self.sizes(), &self.q.tensor);
+        let (sizes, like) = (self.sizes, &self.q.tensor);
         let CallSizes { batch, heads, seq_len, head_dim: d, value_dim, .. } = sizes;
         assert_eq!(dims(grad), [batch, heads, seq_len, value_dim], "the shape of the gradient");
         assert_eq!(grad.dtype, DType::BF16, "the type of the gradient");

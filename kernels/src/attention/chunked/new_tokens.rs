@@ -27,38 +27,42 @@ pub struct NewTokens<B: OpBackend> {
 }
 
 impl<B: OpBackend> NewTokens<B> {
-    /// y `[batch, heads, tokens, value_dim]` in bf16, without gradients, and the state after the last token; `before`
-    /// is that before the first, 0 if there is none. States are `[batch · kv_heads, head_dim, value_dim]` in f32.
+    /// y `[batch, heads, tokens, value_dim]` in type `output`, bf16 or f32, without gradients, and the state after the
+    /// last token; `before` is that before the first, 0 if there is none. States are `[batch · kv_heads, head_dim, value_dim]` in f32.
     ///
     /// # Panics
     /// On other devices than CUDA; where the core does not serve the inputs.
     pub fn extend(
         self,
         update: Update,
+        output: DType,
         before: Option<Tensor<B, 3>>,
     ) -> (Tensor<B, 4>, Tensor<B, 3>) {
         match before {
-            Some(state) if self.q.dims()[2] == 1 => self.step(update, state),
-            before => self.in_chunks(update, before),
+            Some(state) if self.q.dims()[2] == 1 => {
+                let (y, after) = self.step(update, state);
+                (y.cast(output), after)
+            }
+            before => self.in_chunks(update, output, before),
         }
     }
 
+    /// In f32.
     fn step(self, update: Update, state: Tensor<B, 3>) -> (Tensor<B, 4>, Tensor<B, 3>) {
         let NewTokens { q, k, v, log_decay, beta } = self;
-        let dtype = q.dtype();
         let [q, k, v] = [q, k, v].map(|x| x.cast(DType::F32));
         let (v, corrections) = match (update, beta) {
             (Update::Delta, beta) => (v, Corrections::Weights(beta.expect("β of the delta rule"))),
             (Update::Additive, Some(beta)) => (v * beta, Corrections::None),
             (Update::Additive, None) => (v, Corrections::None),
         };
-        let (y, state) = Token { q, k, v, log_decay, corrections }.advance(state);
-        (y.cast(dtype), state)
+        Token { q, k, v, log_decay, corrections }.advance(state)
     }
 
     fn in_chunks(
         self,
         update: Update,
+        output: DType,
         before: Option<Tensor<B, 3>>,
     ) -> (Tensor<B, 4>, Tensor<B, 3>) {
         let NewTokens { q, k, v, log_decay, beta } = self;
@@ -68,13 +72,13 @@ impl<B: OpBackend> NewTokens<B> {
         let (y, after) = match dims(&log_decay)[3] {
             1 => {
                 let call = Chunked::new(update, inputs, beta.as_ref());
-                let (y, _, after) = call.forward_from(before.as_ref());
+                let (y, _, after) = call.forward_from(output, before.as_ref());
                 (y, after)
             }
             _ => {
                 let call = diagonal(inputs, beta.as_ref(), update);
                 let call = call.expect("an update that the core serves");
-                let (y, _, after) = call.forward_from(before.as_ref());
+                let (y, _, after) = call.forward_from(output, before.as_ref());
                 (y, after)
             }
         };

@@ -1,9 +1,8 @@
 //! The outputs of the chunks, from the states before them.
 
-use burn::tensor::bf16;
 use cubecl::prelude::*;
 
-use super::memory::{ChunkConfig, ChunkInputs, ChunkOf, Factors, Sizes};
+use super::memory::{ChunkConfig, ChunkInputs, ChunkOf, Factors, OutputElement, Sizes};
 use super::{CHUNK_TOKENS, THREADS};
 use crate::attention::flash::{HeadChunks, HeadPairs};
 use crate::tile::matrix::{Matrix, Product, WarpTile, add_product, pair, scale_rows, write_pair};
@@ -13,13 +12,13 @@ use crate::tile::{CHUNK, Chunk, define_exp2, keep_loop, zeros};
 
 /// What the kernel reads beside [`ChunkInputs`], and its result.
 #[derive(CubeType, CubeLaunch)]
-pub struct OutputArrays {
+pub struct OutputArrays<O: Numeric> {
     /// The values without β, `[batch, kv_heads, tokens, value_dim]`.
     pub e: HeadChunks,
     /// The states before the chunks, `[rows, chunks, head_dim, value_dim]`.
     pub states: Array<Chunk>,
     /// `[batch, heads, tokens, value_dim]`
-    pub o: HeadPairs<bf16>,
+    pub o: HeadPairs<O>,
 }
 
 /// The matrices of a block in shared memory.
@@ -49,9 +48,9 @@ impl Layout {
 ///
 /// Grid: the chunks of all query heads of all rows; [`THREADS`] threads.
 #[cube(launch_unchecked, fast_math = FastMath::all())]
-pub fn output(
+pub fn output<O: OutputElement>(
     inputs: &ChunkInputs,
-    arrays: &mut OutputArrays,
+    arrays: &mut OutputArrays<O>,
     sizes: Sizes,
     #[comptime] config: ChunkConfig,
 ) {

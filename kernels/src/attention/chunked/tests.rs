@@ -100,7 +100,8 @@ impl Sample {
         let upstream = of(&self.upstream, ROWS * group, values, DType::BF16);
         let beta = self.beta.as_ref().map(|beta| of(beta, ROWS, 1, DType::F32));
         let inputs = [&q, &k, &v, &log_decay];
-        let done = forward(self.update, inputs, beta.as_ref(), true).expect("the core serves this");
+        let done = forward(self.update, inputs, beta.as_ref(), DType::BF16, true)
+            .expect("the core serves this");
         let y = done.output;
         let Grads { q, k, v, beta, log_decay } = backward(self.update, &done.saved, &upstream);
         let values_of = |x: CudaTensor| -> Vec<f64> {

@@ -18,8 +18,7 @@ mod run;
 
 pub use self::length::{Decay, holds_at_length};
 pub use self::oracles::{YARN, rotated, rotated_and_scaled, softmax_oracle};
-pub use self::problem::Problem;
-pub use self::problem::Sizes;
+pub use self::problem::{Problem, Sizes, cut};
 pub use self::run::observed_pruning;
 use super::{AttentionShape, Variant};
 use crate::device::DeviceKind;

@@ -40,8 +40,8 @@ mod reference;
 #[cfg(test)]
 pub mod tests;
 
-use burn::tensor::Tensor;
 use burn::tensor::ops::{FloatTensor, IntTensor};
+use burn::tensor::{DType, Tensor};
 use burn_flex::FlexTensor;
 
 use super::blocks::{repeat_groups, repeat_heads};
@@ -141,7 +141,11 @@ impl DeltaRule {
         let DeltaInputs { q, k, v, beta, log_decay } = inputs;
         let (y, end) = match state.s.take() {
             start if path == ExecPath::Kernel(DeviceKind::Cuda) => {
-                NewTokens { q, k, v, log_decay, beta: Some(beta) }.extend(Update::Delta, start)
+                NewTokens { q, k, v, log_decay, beta: Some(beta) }.extend(
+                    Update::Delta,
+                    DType::BF16,
+                    start,
+                )
             }
             Some(start) if q.dims()[2] == 1 => {
                 let corrections = Corrections::Weights(beta);
@@ -304,7 +308,8 @@ impl Op<5> for DeltaAttention {
         needs: [bool; 5],
     ) -> Option<Forward<CudaTensor>> {
         let [q, k, v, beta, log_decay] = inputs;
-        chunked::forward(Update::Delta, [q, k, v, log_decay], Some(beta), needs.contains(&true))
+        let inputs = [q, k, v, log_decay];
+        chunked::forward(Update::Delta, inputs, Some(beta), DType::BF16, needs.contains(&true))
     }
 
     fn cuda_backward(
@@ -350,7 +355,8 @@ impl StateOp<5> for DeltaAttention {
     ) -> Option<(Forward<CudaTensor>, CudaTensor)> {
         let [q, k, v, beta, log_decay] = inputs;
         let inputs = [q, k, v, log_decay];
-        chunked::forward_from(Update::Delta, inputs, Some(beta), before, needs.contains(&true))
+        let needs = needs.contains(&true);
+        chunked::forward_from(Update::Delta, inputs, Some(beta), DType::BF16, before, needs)
     }
 }
 

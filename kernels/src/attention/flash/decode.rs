@@ -352,7 +352,12 @@ pub fn split<A: Hooks>(
         let head = min(first_head + r * 8 + lane / 4, (kv_head + 1) * group - 1);
         batch_heads[r] = batch * heads + head;
     }
-    let mut row_state = WeightOf::<A>::init_rows(weight, &batch_heads);
+    let mut scale = ScoreOf::<A>::scale(score, &problem) * WeightOf::<A>::SCORE_FACTOR;
+    let factor = scale;
+    if biased {
+        scale = 1f32;
+    }
+    let mut row_state = WeightOf::<A>::init_rows(weight, &batch_heads, scale);
     let head_params_0 = ScoreOf::<A>::head(score, batch_heads[0] - batch * heads);
     let head_params_1 = ScoreOf::<A>::head(score, batch_heads[1] - batch * heads);
     let mut bias_state = BiasesOf::<A>::decode(biases, &problem, &batch_heads);
@@ -365,11 +370,6 @@ pub fn split<A: Hooks>(
         last_column,
         config,
     );
-    let mut scale = ScoreOf::<A>::scale(score, &problem) * WeightOf::<A>::SCORE_FACTOR;
-    let factor = scale;
-    if biased {
-        scale = 1f32;
-    }
     let own = warp * KEYS_PER_WARP;
     for block in 0..blocks {
         let first_column = last_column - block * step;

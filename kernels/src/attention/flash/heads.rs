@@ -66,6 +66,11 @@ impl Heads {
         HeadChunksLaunch::new(buffer(&self.tensor, CHUNK), self.row_strides())
     }
 
+    /// The tensor as numbers.
+    pub fn numbers(&self) -> HeadNumbersLaunch<CudaRuntime> {
+        HeadNumbersLaunch::new(buffer(&self.tensor, 1), self.row_strides())
+    }
+
     /// The tensor as pairs of channels.
     pub fn pairs<O: Numeric>(&self) -> HeadPairsLaunch<O, CudaRuntime> {
         HeadPairsLaunch::new(buffer(&self.tensor, PAIR), self.row_strides())
@@ -93,6 +98,15 @@ pub struct HeadChunks {
     /// Its elements.
     pub chunks: Array<Chunk>,
     /// The strides of its rows.
+    pub strides: RowStrides,
+}
+
+/// A tensor `[batch, heads, rows, channels]` in f32 as numbers.
+#[derive(CubeType, CubeLaunch)]
+pub struct HeadNumbers {
+    /// Its elements.
+    pub numbers: Array<f32>,
+    /// The strides of its rows, in chunks.
     pub strides: RowStrides,
 }
 

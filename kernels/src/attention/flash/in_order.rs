@@ -174,7 +174,7 @@ impl<A: Hooks<Operands = PlainOperands>> FlashAttention<A> {
             buffer(&reached.first, 1),
             buffer(&reached.bounds, 1),
         );
-        let o = self.forward_saving(statistics, Some(saved));
+        let o = self.forward_saving(statistics, None, Some(saved));
         reached.set_least();
         (o, SavedOrder { carries, reached })
     }

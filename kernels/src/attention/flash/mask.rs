@@ -5,9 +5,9 @@ use burn::tensor::DType;
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
-use super::problem::{KernelConfig, ProblemShape};
+use super::problem::{Causality, KernelConfig, ProblemShape};
 use crate::cuda::{CudaTensor, buffer, empty};
-use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS};
+use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS, RowsAt};
 
 /// The limits on a query's keys beside causality, a compile-time argument.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -291,6 +291,8 @@ pub struct QueryBlock {
     pub head: usize,
     /// Its kv head.
     pub kv_head: usize,
+    /// Its head of v.
+    pub value_head: usize,
     /// batch · heads + head.
     pub batch_head: usize,
     /// The first query.
@@ -299,7 +301,7 @@ pub struct QueryBlock {
     pub offset: usize,
     /// The first key tile.
     pub from: usize,
-    /// Number of key tiles.
+    /// Number of key tiles; only with [`Causality::BeforeBlock`] possibly 0.
     pub tiles: usize,
 }
 
@@ -319,27 +321,51 @@ impl QueryBlock {
         let queries = problem.queries as usize;
         let first_query = (CUBE_COUNT_X - 1 - CUBE_POS_X) as usize * rows;
         let offset = problem.offset();
-        let last = problem.last_key(offset + min(first_query + rows, queries) - 1, config);
+        let last_position = offset + min(first_query + rows, queries) - 1;
+        let last = problem.last_key(last_position, config);
         let mut from = mask.first_key(problem, batch, offset + first_query);
         if comptime!(mask.limits.pruned) {
             let pruned = mask.pruned.as_ref().unwrap();
             from = max(from, pruned.least_of_block(batch_head, first_query, queries, config.warps));
         }
-        if comptime!(config.after_keys) {
-            // A block visits at least one tile.
-            from = min(from, last);
+        let from_tile = from / config.tile;
+        let mut tiles = last / config.tile + 1 - from_tile;
+        if comptime!(config.causality == Causality::BeforeBlock) {
+            if from >= last_position / GROUP_ROWS * GROUP_ROWS {
+                tiles = 0usize;
+            }
         }
-        let from = from / config.tile;
         QueryBlock {
             batch,
             head,
             kv_head: head / group,
+            value_head: problem.value_head(head / group, config),
             batch_head,
             first_query,
             offset,
-            from,
-            tiles: last / config.tile + 1 - from,
+            from: from_tile,
+            tiles,
         }
+    }
+
+    /// Where its queries are in q.
+    pub fn queries_at(&self) -> RowsAt {
+        RowsAt { batch: self.batch, head: self.head, row: self.first_query }
+    }
+
+    /// Where the keys from `column` on are in k.
+    pub fn keys_at(&self, column: usize) -> RowsAt {
+        RowsAt { batch: self.batch, head: self.kv_head, row: column }
+    }
+
+    /// Where the values from `column` on are in v.
+    pub fn values_at(&self, column: usize) -> RowsAt {
+        RowsAt { batch: self.batch, head: self.value_head, row: column }
+    }
+
+    /// The first key of the tile of iteration `back`: tiles are visited from the last to the first.
+    pub fn column(&self, back: usize, #[comptime] tile: usize) -> usize {
+        (self.from + self.tiles - 1 - back) * tile
     }
 
     /// The queries of the warpgroup that contains `warp`.
@@ -363,8 +389,9 @@ impl QueryBlock {
             from = max(from, least);
             all_from = max(all_from, most);
         }
-        if comptime!(config.after_keys) {
-            from = min(from, last_key);
+        let mut empty = first_query >= queries;
+        if comptime!(config.causality == Causality::BeforeBlock) {
+            empty |= from >= first;
         }
         QueryGroup {
             first,
@@ -373,7 +400,7 @@ impl QueryBlock {
             // The shuffle tells the compiler that the value is warp-uniform.
             from: plane_shuffle(from as u32, 0u32) as usize,
             all_from,
-            empty: first_query >= queries,
+            empty,
         }
     }
 
@@ -403,7 +430,7 @@ pub struct QueryGroup {
     pub from: usize,
     /// The first key that all queries attend to, as far as causality allows.
     pub all_from: usize,
-    /// Whether the group has no queries.
+    /// Whether the group has no queries, or with [`Causality::BeforeBlock`] none that sees a key.
     pub empty: bool,
 }
 

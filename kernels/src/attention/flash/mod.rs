@@ -44,14 +44,14 @@ use self::backward::{BackwardInputsLaunch, LANES_PER_ROW, dkv, dq, dqkv};
 pub use self::cache_buffer::{CacheBuffer, capacity, expired};
 pub use self::decode::decode;
 use self::forward::QkvLaunch;
-pub use self::heads::{HeadChunks, HeadChunksLaunch, HeadPairs, HeadQuads, Heads};
+pub use self::heads::{HeadChunks, HeadChunksLaunch, HeadNumbers, HeadPairs, HeadQuads, Heads};
 use self::hooks::{
     Biases, BiasesOf, GradientOf, Hooks, LaunchOf, Operands, OperandsOf, SavedRows, Score, ScoreOf,
     StatisticsOf, sums_of_columns, sums_of_rows,
 };
 use self::in_order::{CarriesLaunch, SavedCarriesLaunch};
 use self::mask::{Limits, MaskLaunch, Pruned, PrunedKeysLaunch};
-use self::problem::{KernelConfig, ProblemShapeLaunch};
+use self::problem::{Causality, KernelConfig, ProblemShapeLaunch};
 use self::ragged::RaggedKv;
 use crate::cuda::{CudaTensor, buffer, empty, multiprocessors, zeros};
 use crate::ops::cuda::integers;
@@ -127,7 +127,8 @@ pub struct FlashAttention<A: Hooks> {
     v: Heads,
     scale: f32,
     views: usize,
-    after_keys: bool,
+    causality: Causality,
+    rows_in: Option<[Heads; 2]>,
     window: Option<usize>,
     documents: Option<CudaTensor>,
     pruned: Option<Pruned>,
@@ -159,7 +160,8 @@ impl<A: Hooks> FlashAttention<A> {
             v,
             scale,
             views: 1,
-            after_keys: false,
+            causality: Causality::UpToOwn,
+            rows_in: None,
             window: None,
             documents: None,
             pruned: None,
@@ -178,16 +180,38 @@ impl<A: Hooks> FlashAttention<A> {
         FlashAttention { ragged: Some(kv.clone()), ..flash }
     }
 
-    /// With all queries after all keys. A query may then see no key: its output is 0, and its log-sum-exp
-    /// −[`MASKED`](crate::tile::MASKED), with which the backward pass gives it no weight.
+    /// The backward pass with all queries after all keys. A query may then see no key.
     pub fn after_keys(self) -> Self {
-        FlashAttention { after_keys: true, ..self }
+        FlashAttention { causality: Causality::AllKeys, ..self }
+    }
+
+    /// The forward pass with only the keys before the query's block of 64. A query may then see no key.
+    ///
+    /// # Panics
+    /// Unless there are as many queries as keys.
+    pub fn before_blocks(self) -> Self {
+        assert_eq!(self.q.dims[2], self.k.dims[2], "queries and keys");
+        FlashAttention { causality: Causality::BeforeBlock, ..self }
+    }
+
+    /// The forward pass with the rows of q and k in these tensors, `[1, heads or kv_heads, rows, head_dim]`, in place
+    /// of those that give the shapes: where [`Operands::queries_at`] and [`Operands::keys_at`] say.
+    ///
+    /// # Panics
+    /// Unless they are in bf16 and their heads and channels are those of q and k.
+    pub fn rows_in(self, tensors: [&CudaTensor; 2]) -> Self {
+        let tensors = tensors.map(Heads::new);
+        for (tensor, shape) in tensors.iter().zip([&self.q, &self.k]) {
+            assert_eq!(tensor.tensor.dtype, DType::BF16);
+            assert_eq!([tensor.dims[1], tensor.dims[3]], [shape.dims[1], shape.dims[3]]);
+        }
+        FlashAttention { rows_in: Some(tensors), ..self }
     }
 
     /// The positions of queries and keys, from 0 on.
     fn positions(&self) -> usize {
         let [queries, keys] = [&self.q, &self.k].map(|x| x.dims[2]);
-        if self.after_keys { keys + queries } else { keys }
+        if self.causality == Causality::AllKeys { keys + queries } else { keys }
     }
 
     /// With heads of q and k of several views, one view after the other, which all have v's values.
@@ -240,6 +264,12 @@ impl<A: Hooks> FlashAttention<A> {
         self.q.like_with(self.q.tensor.dtype, self.v.dims[3])
     }
 
+    /// Its shape.
+    fn output_dims(&self) -> [usize; 4] {
+        let [batch, heads, queries, _] = self.q.dims;
+        [batch, heads, queries, self.v.dims[3]]
+    }
+
     /// Whether several heads of k share one of v.
     fn shares_values(&self) -> bool {
         self.k.dims[1] != self.v.dims[1]
@@ -274,7 +304,8 @@ impl<A: Hooks> FlashAttention<A> {
             changes_scores,
             nonlinear_scores,
             saves_carries: false,
-            after_keys: self.after_keys,
+            causality: self.causality,
+            goes_on: false,
         }
     }
 
@@ -321,20 +352,25 @@ impl<A: Hooks> FlashAttention<A> {
 
     /// The forward pass: returns o and writes the weights' `statistics`.
     pub fn forward(&self, statistics: LaunchOf<StatisticsOf<A>>) -> CudaTensor {
-        self.forward_saving(statistics, None)
+        self.forward_saving(statistics, None, None)
     }
 
-    /// [`FlashAttention::forward`], which with `carries` also writes these.
+    /// [`FlashAttention::forward`], which goes on from `earlier` outputs, and with `carries` also writes these.
     fn forward_saving(
         &self,
         statistics: LaunchOf<StatisticsOf<A>>,
+        earlier: Option<&Heads>,
         carries: Option<SavedCarriesLaunch<CudaRuntime>>,
     ) -> CudaTensor {
         assert!(self.ragged.is_none(), "only decoding reads ragged heads");
         let [batch, heads, queries, _] = self.q.dims;
         let o = self.output();
-        let saves_carries = carries.is_some();
-        let config = KernelConfig { saves_carries, ..self.config(FORWARD_SHAPES) };
+        let [q, k] = match &self.rows_in {
+            Some([q, k]) => [q, k],
+            None => [&self.q, &self.k],
+        };
+        let (goes_on, saves_carries) = (earlier.is_some(), carries.is_some());
+        let config = KernelConfig { goes_on, saves_carries, ..self.config(FORWARD_SHAPES) };
         // SAFETY: grid and configuration match the kernel, which only reads rows and chunks of the tensors
         // given here.
         unsafe {
@@ -343,8 +379,8 @@ impl<A: Hooks> FlashAttention<A> {
                 grid(queries, config.rows(), batch * heads),
                 CubeDim::new_1d(config.threads() as u32),
                 QkvLaunch::new(
-                    self.q.tensor_map(config.rows()),
-                    self.k.tensor_map(config.tile),
+                    q.tensor_map(config.rows()),
+                    k.tensor_map(config.tile),
                     self.v.tensor_map(config.tile),
                 ),
                 self.mask(),
@@ -352,6 +388,7 @@ impl<A: Hooks> FlashAttention<A> {
                 self.hooks.biases(),
                 self.hooks.score(),
                 self.hooks.weight(),
+                earlier.map(Heads::pairs).into(),
                 o.quads(),
                 statistics,
                 carries.into(),
@@ -368,6 +405,8 @@ impl<A: Hooks> FlashAttention<A> {
         grad: &CudaTensor,
         saved: impl Fn() -> LaunchOf<SavedRows<A>>,
     ) -> Gradients {
+        let whole = self.causality != Causality::BeforeBlock && self.rows_in.is_none();
+        assert!(whole, "a forward pass alone");
         let grad = Heads::new(grad);
         let sums = |rows| {
             let [batch, heads, _, _] = self.q.dims;
@@ -501,7 +540,8 @@ impl<A: Hooks> FlashAttention<A> {
         let heads_at_once = dqkv::heads_at_once(processors, batch * kv_heads, blocks);
         let tickets = blocks * batch * kv_heads;
         // No key block adds to the sums of queries that see no key.
-        let blind = self.after_keys && (self.window.is_some() || self.documents.is_some());
+        let blind = self.causality == Causality::AllKeys
+            && (self.window.is_some() || self.documents.is_some());
         let fill = if blind { zeros } else { empty };
         let sums = fill(&dq.tensor, &[batch * heads, tiles, vectors * 4], DType::F32);
         let turns = zeros(&dq.tensor, &[1 + batch * heads * tiles], DType::U32);

@@ -2,6 +2,19 @@
 
 use cubecl::prelude::*;
 
+use crate::tile::warpgroup::GROUP_ROWS;
+
+/// The keys that causality allows a query.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Causality {
+    /// Those up to its own.
+    UpToOwn,
+    /// Those before its block of 64 queries, where query i is at key i.
+    BeforeBlock,
+    /// All, because all queries come after all keys: in the backward pass.
+    AllKeys,
+}
+
 /// The compile-time configuration of a kernel, beside its hooks and its mask.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct KernelConfig {
@@ -25,8 +38,10 @@ pub struct KernelConfig {
     pub nonlinear_scores: bool,
     /// Whether the forward pass writes the carries of [`Weight::IN_ORDER`](super::hooks::Weight::IN_ORDER).
     pub saves_carries: bool,
-    /// Whether all queries come after all keys.
-    pub after_keys: bool,
+    /// The keys that causality allows a query.
+    pub causality: Causality,
+    /// Whether the forward pass goes on from a softmax over other keys.
+    pub goes_on: bool,
 }
 
 impl KernelConfig {
@@ -69,10 +84,16 @@ impl ProblemShape {
         (self.positions - self.queries) as usize
     }
 
-    /// The last key that causality allows the query at `position`.
+    /// The last key that causality allows the query at `position`; 0 if there is none.
     pub fn last_key(&self, position: usize, #[comptime] config: KernelConfig) -> usize {
         let mut key = position;
-        if comptime!(config.after_keys) {
+        if comptime!(config.causality == Causality::BeforeBlock) {
+            key = position / GROUP_ROWS * GROUP_ROWS;
+            if key > 0 {
+                key -= 1;
+            }
+        }
+        if comptime!(config.causality == Causality::AllKeys) {
             key = self.keys as usize - 1;
         }
         key

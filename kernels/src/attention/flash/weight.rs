@@ -13,14 +13,19 @@ use crate::tile::{AFragments, Accumulator, LOG2_E, MASKED, exp2, sum_of_four};
 /// value vector (gpt-oss, OpenAI, 2025; "off-by-one" attention with sink = 0).
 pub struct SoftmaxWeight;
 
-/// The sinks, `[heads]`, logits to base e.
+/// The launch arguments of [`SoftmaxWeight`].
 #[derive(CubeType, CubeLaunch)]
-pub struct Sinks {
-    /// Their values.
-    pub logits: ComptimeOption<Array<f32>>,
-    /// Whether there are any.
+pub struct SoftmaxArgs {
+    /// The sinks, `[heads]`, logits to base e.
+    pub sinks: ComptimeOption<Array<f32>>,
+    /// Log-sum-exps, base 2, of a softmax over other keys, from which rows go on, `[batch, heads, queries]`.
+    pub earlier: ComptimeOption<Array<f32>>,
+    /// Whether there are sinks.
     #[cube(comptime)]
-    pub enabled: bool,
+    pub has_sinks: bool,
+    /// Whether rows go on.
+    #[cube(comptime)]
+    pub goes_on: bool,
 }
 
 /// The statistics that the forward pass writes for each row, `[batch, heads, queries]`.
@@ -50,9 +55,16 @@ pub struct SoftmaxRowState {
     row_sum: Array<f32>,
 }
 
-/// The launch argument of [`SoftmaxWeight`].
-pub fn sinks(logits: Option<&CudaTensor>) -> SinksLaunch<CudaRuntime> {
-    SinksLaunch::new(logits.map(|x| buffer(x, 1)).into(), logits.is_some())
+/// The launch argument of rows that begin with their sinks, if there are any.
+pub fn sinks(logits: Option<&CudaTensor>) -> SoftmaxArgsLaunch<CudaRuntime> {
+    let of_sinks = logits.map(|x| buffer(x, 1));
+    SoftmaxArgsLaunch::new(of_sinks.into(), None.into(), logits.is_some(), false)
+}
+
+/// That of rows that go on from a softmax over other keys with these log-sum-exps, base 2 and relative to the same
+/// shifts, `[batch, heads, queries]` in f32.
+pub fn after(lse: &CudaTensor) -> SoftmaxArgsLaunch<CudaRuntime> {
+    SoftmaxArgsLaunch::new(None.into(), Some(buffer(lse, 1)).into(), false, true)
 }
 
 /// The results of a softmax forward pass, which its backward pass needs.
@@ -74,6 +86,20 @@ impl<A: Hooks<Weight = SoftmaxWeight>> FlashAttention<A> {
         let of_sink = sink.as_ref().map(|x| buffer(x, 1));
         let o = self.forward(SoftmaxStatisticsLaunch::new(buffer(&lse, 1), of_sink.into()));
         SoftmaxOutput { o, lse, sink }
+    }
+
+    /// The forward pass where rows go on from a softmax over other keys ([`after`]), of which `o` is the output,
+    /// `[batch, heads, queries, value_dim]` in f32. The results are those over all keys.
+    ///
+    /// # Panics
+    /// When `o` has another shape or type.
+    pub fn softmax_after(&self, o: &CudaTensor) -> SoftmaxOutput {
+        let o = Heads::new(o);
+        assert_eq!((o.tensor.dtype, o.dims), (DType::F32, self.output_dims()), "earlier outputs");
+        let lse = self.statistic();
+        let statistics = SoftmaxStatisticsLaunch::new(buffer(&lse, 1), None.into());
+        let o = self.forward_saving(statistics, Some(&o), None);
+        SoftmaxOutput { o, lse, sink: None }
     }
 
     /// The gradients for dO = `grad`, and that of the sinks, `[heads]`, if there are any.
@@ -157,7 +183,7 @@ const RESCALE_THRESHOLD: f32 = 8.0;
 
 #[cube]
 impl Weight for SoftmaxWeight {
-    type Args = Sinks;
+    type Args = SoftmaxArgs;
     type RowState = SoftmaxRowState;
     type Statistics = SoftmaxStatistics;
     type SavedRows = SoftmaxSavedRows;
@@ -170,13 +196,18 @@ impl Weight for SoftmaxWeight {
     const SEES_ITSELF: bool = true;
     const IN_ORDER: bool = false;
 
-    fn init_rows(_args: &Sinks, _rows: &Array<usize>) -> SoftmaxRowState {
+    fn init_rows(args: &SoftmaxArgs, rows: &Array<usize>, scale: f32) -> SoftmaxRowState {
         let mut row_max = Array::<f32>::new(2usize);
         let mut row_sum = Array::<f32>::new(2usize);
         #[unroll]
         for r in 0..2usize {
             row_max[r] = MASKED;
             row_sum[r] = 0f32;
+            if comptime!(args.goes_on) {
+                // Relative to the log-sum-exp, the sum of weights is 1: one of the row's lanes has it.
+                row_max[r] = args.earlier.as_ref().unwrap()[rows[r]] / scale;
+                row_sum[r] = select(UNIT_POS_PLANE % 4 == 0, 1f32, 0f32);
+            }
         }
         SoftmaxRowState { row_max, row_sum }
     }
@@ -243,7 +274,7 @@ impl Weight for SoftmaxWeight {
 
     fn finish(
         rows: &SoftmaxRowState,
-        args: &Sinks,
+        args: &SoftmaxArgs,
         statistics: &mut SoftmaxStatistics,
         head: usize,
         at: usize,
@@ -256,13 +287,13 @@ impl Weight for SoftmaxWeight {
         // Without a weight: o = 0, and the weights that the backward pass recomputes are 0.
         let nothing = total <= 0f32;
         let mut factor = select(nothing, 0f32, 1f32 / total);
-        if comptime!(args.enabled) {
+        if comptime!(args.has_sinks) {
             let row_max = rows.row_max[r] * scale;
             let (with_sink, lse) = SoftmaxWeight::combine(args, head, row_max, total, shift);
             factor = with_sink;
             if write {
                 statistics.lse[at] = lse;
-                let sink = args.logits.as_ref().unwrap()[head];
+                let sink = args.sinks.as_ref().unwrap()[head];
                 let weight = exp2((sink - shift) * LOG2_E - lse);
                 statistics.sink.as_mut().unwrap()[at] = weight;
             }
@@ -287,7 +318,7 @@ impl Weight for SoftmaxWeight {
     }
 
     fn combine(
-        args: &Sinks,
+        args: &SoftmaxArgs,
         head: usize,
         max_statistic: f32,
         total: f32,
@@ -295,9 +326,9 @@ impl Weight for SoftmaxWeight {
     ) -> (f32, f32) {
         let mut factor = 1f32 / total;
         let mut lse = max_statistic + Log::ln(total) * LOG2_E;
-        if comptime!(args.enabled) {
+        if comptime!(args.has_sinks) {
             // Relative to the larger of both.
-            let sink = (args.logits.as_ref().unwrap()[head] - shift) * LOG2_E;
+            let sink = (args.sinks.as_ref().unwrap()[head] - shift) * LOG2_E;
             let new_max = max(max_statistic, sink);
             let correction = exp2(max_statistic - new_max);
             let with_sink = fma(total, correction, exp2(sink - new_max));

@@ -26,36 +26,35 @@
 //!   for the kv heads, n spread evenly over 0…7.
 //! - RMSNorm adds 1e-5 to the mean square.
 //!
-//! On CUDA kernels serve all gates in bf16 (`docs/chunked.md`), but not `normalise`: the gradient of a weight is what its
-//! value adds to the output less what all do, of which bf16 would leave too little.
+//! On CUDA kernels serve all gates in bf16 (`docs/chunked.md`).
 //!
 //! Decoding keeps S, kv_heads · head_dim² elements at any length, with `normalise` kv_heads · head_dim ·
 //! (head_dim + 1). A token costs 2·head_dim² FLOPs per query head and 3·head_dim² per kv head.
 
 pub(super) mod cpu;
+mod mean;
+mod op;
 pub(super) mod reference;
 #[cfg(test)]
 mod tests;
 
-use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{DType, Tensor};
-use burn_flex::FlexTensor;
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
+use self::mean::LinearMean;
+pub(super) use self::op::GatedLinear;
 use self::reference::LinearInputs;
-use super::chunked::{self, Decays, Grads, NewTokens, Update};
+use super::chunked::{self, Decays};
 use super::per_token::channel_decay::decay_of_gate;
-use super::recurrent::{forget_at_starts, run_rows, validate_chunk};
+use super::recurrent::{forget_at_starts, validate_chunk};
 use super::rotation::{Rotation, Scaling, rotate};
 use super::saved::Channels;
 use super::{
     AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, Kernel, LowRankActivation,
     ParameterSpec, ProjectionSpec, Variant, VariantSpec,
 };
-use crate::backend::{Forward, Op, OpBackend, StateOp, primitive, tensor};
-use crate::cpu::contiguous;
-use crate::cuda::CudaTensor;
+use crate::backend::OpBackend;
 use crate::device::DeviceKind;
 use crate::ops::activation::elu_plus_one;
 use crate::ops::rms_norm::rms_norm;
@@ -108,7 +107,7 @@ pub struct Config {
     /// What projects q and k after their rotation: `"identity"` (default) or `"elu"`, elu(x) + 1.
     pub feature_map: FeatureMap,
     /// Divide by the sum of the weights of values, in place of RMSNorm; default false. Needs a positive
-    /// feature map, and runs in f32 without a kernel on CUDA.
+    /// feature map.
     pub normalise: bool,
     /// Rotate q and k; default false.
     pub rope: bool,
@@ -162,6 +161,11 @@ impl Config {
         GatedLinear { chunk: self.chunk }
     }
 
+    /// The operation with `normalise`.
+    fn mean(&self) -> LinearMean {
+        LinearMean { linear: self.op() }
+    }
+
     /// ℓ of the gate's logits `[batch, seq_len, kv_heads · channels]`: `[batch, kv_heads, seq_len, channels]`; it
     /// clears the state at the first token of each of the `documents`.
     fn log_decay<B: OpBackend>(
@@ -183,20 +187,14 @@ impl Config {
         documents: DocumentStarts<B>,
         first: usize,
     ) -> LinearInputs<B> {
-        let [batch, _, seq_len, _] = q.dims();
-        let mut v = v;
+        let [batch, kv_heads, seq_len, _] = v.dims();
         let [mut q, mut k] = rotate(self.rotation(), [q, k], first);
         if self.feature_map == FeatureMap::Elu {
             [q, k] = [q, k].map(elu_plus_one);
         }
-        if self.normalise {
-            let [batch, kv_heads, seq_len, _] = v.dims();
-            let ones = Tensor::ones([batch, kv_heads, seq_len, 1], (&v.device(), v.dtype()));
-            v = Tensor::cat(vec![v, ones], 3);
-        } else {
+        if !self.normalise {
             q = q * shape.scale();
         }
-        let kv_heads = shape.kv_heads;
         let log_decay = match logits {
             Some(logits) => self.log_decay(kv_heads, logits, documents),
             None => {
@@ -206,21 +204,24 @@ impl Config {
         };
         LinearInputs { q, k, v, log_decay }
     }
-}
 
-impl Config {
     /// Channels of values with that for the sum of their weights.
     fn channels(&self, shape: &AttentionShape) -> usize {
         shape.head_dim + usize::from(self.normalise)
     }
 
-    /// The outputs of the operation's y.
-    fn finish<B: OpBackend>(&self, y: Tensor<B, 4>, parameters: &[Tensor<B, 1>]) -> Tensor<B, 4> {
-        if !self.normalise {
-            return rms_norm(y, parameters[0].clone(), EPS);
+    /// The kind's outputs over whole rows of the operation's inputs, as [`GatedLinear::attend`].
+    fn outputs<B: OpBackend>(
+        &self,
+        inputs: LinearInputs<B>,
+        parameters: &[Tensor<B, 1>],
+        state: Option<&mut Tensor<B, 2>>,
+        path: ExecPath,
+    ) -> Tensor<B, 4> {
+        if self.normalise {
+            return self.mean().attend(inputs, state, path);
         }
-        let values = y.dims()[3] - 1;
-        y.clone().narrow(3, 0, values) / (y.narrow(3, values, 1) + SUM_EPS)
+        rms_norm(self.op().attend(inputs, None, state, path), parameters[0].clone(), EPS)
     }
 }
 
@@ -233,8 +234,9 @@ impl VariantSpec for Config {
         match kernel.device {
             DeviceKind::Cpu => true,
             DeviceKind::Cuda => {
-                !self.normalise
-                    && chunked::serves(kernel.dtype, shape.head_dim, self.value_dim(shape))
+                let values = shape.head_dim;
+                let values = if self.normalise { mean::channels(values) } else { values };
+                chunked::serves(kernel.dtype, shape.head_dim, values)
             }
         }
     }
@@ -299,7 +301,9 @@ impl VariantSpec for Config {
             // What the feature map is applied to.
             around += channels.q + channels.k;
         }
-        if self.normalise {
+        // On CUDA the kernels save their inputs alone, which are those of the whole operation.
+        let recomputes = self.normalise && path == ExecPath::Kernel(DeviceKind::Cuda);
+        if self.normalise && !recomputes {
             // The quotient.
             around += channels.o;
             channels.v += shape.kv_heads as f64;
@@ -308,7 +312,10 @@ impl VariantSpec for Config {
         let around = around * path.saved_size(dtype);
         if let ExecPath::Kernel(device) = path {
             let decays = self.decays();
-            let saved = self.op().saved_by_kernel(decays, &channels, shape, device);
+            let saved = match recomputes {
+                true => 0.0,
+                false => self.op().saved_by_kernel(decays, &channels, shape, device),
+            };
             // The logits of channels, and their decays in f32.
             let gates = match decays {
                 Decays::PerChannel => (dtype.size() as f64 + 4.0) * channels.k,
@@ -317,6 +324,26 @@ impl VariantSpec for Config {
             return channels.by_kernel(dtype) + saved + gates + around;
         }
         around + channels.in_f32() + self.op().saved_by_reference(&channels, shape, seq_len)
+    }
+
+    /// With `normalise` on CUDA, what the forward pass saves when it runs again, and y, its gradient and parts of them.
+    fn temporary_bytes_per_token(
+        &self,
+        shape: &AttentionShape,
+        _seq_len: usize,
+        path: ExecPath,
+        _dtype: DType,
+    ) -> f64 {
+        if !self.normalise || path != ExecPath::Kernel(DeviceKind::Cuda) {
+            return 0.0;
+        }
+        let values = mean::channels(shape.head_dim);
+        let (of_heads, of_values) =
+            ((shape.heads * values) as f64, (shape.kv_heads * values) as f64);
+        let mut channels = Channels::of(self, shape);
+        channels.v = of_values;
+        let saved = self.op().saved_by_kernel(self.decays(), &channels, shape, DeviceKind::Cuda);
+        saved + 10.0 * of_heads + 6.0 * of_values
     }
 
     fn has_retention(&self) -> bool {
@@ -348,7 +375,7 @@ impl Variant for Config {
     ) -> Tensor<B, 4> {
         let logits = projections.into_iter().next();
         let inputs = self.inputs(shape, [q, k, v], logits, documents, 0);
-        self.finish(self.op().attend(inputs, None, None, path), &parameters)
+        self.outputs(inputs, &parameters, None, path)
     }
 
     fn attend_from<B: OpBackend>(
@@ -361,7 +388,7 @@ impl Variant for Config {
     ) -> Tensor<B, 4> {
         let logits = projections.into_iter().next();
         let inputs = self.inputs(shape, [q, k, v], logits, documents, 0);
-        self.finish(self.op().attend(inputs, None, Some(state), path), &parameters)
+        self.outputs(inputs, &parameters, Some(state), path)
     }
 
     fn log_retention<B: OpBackend>(
@@ -392,243 +419,14 @@ impl Variant for Config {
         let tokens = q.dims()[2];
         let logits = projections.into_iter().next();
         let inputs = self.inputs(shape, [q, k, v], logits, None, state.position);
-        let (y, sums) = self.op().extend(inputs, None, state.sums.take(), path);
+        let before = state.sums.take();
+        let (o, sums) = if self.normalise {
+            self.mean().extend(inputs, before, path)
+        } else {
+            let (y, sums) = self.op().extend(inputs, None, before, path);
+            (rms_norm(y, parameters[0].clone(), EPS), sums)
+        };
         *state = State { sums: Some(sums), position: state.position + tokens };
-        self.finish(y, &parameters)
-    }
-}
-
-/// The operation before the norm: inputs q `[batch, heads, seq_len, head_dim]`, already scaled, k `[batch, kv_heads,
-/// seq_len, head_dim]`, v `[batch, kv_heads, seq_len, value_dim]`, log decays `[batch, kv_heads, seq_len, 1 or
-/// head_dim]`; the output is `[batch, heads, seq_len, value_dim]`.
-#[derive(Clone, Debug)]
-pub(super) struct GatedLinear {
-    /// Tokens per chunk, a power of two.
-    pub chunk: usize,
-}
-
-impl GatedLinear {
-    /// y over whole rows, which go on from `state`, if there is one, and leave theirs in it:
-    /// `[batch, kv_heads · head_dim · value_dim]`; β `[batch, kv_heads, seq_len, 1]` weighs values.
-    pub fn attend<B: OpBackend>(
-        &self,
-        inputs: LinearInputs<B>,
-        beta: Option<Tensor<B, 4>>,
-        state: Option<&mut Tensor<B, 2>>,
-        path: ExecPath,
-    ) -> Tensor<B, 4> {
-        let sizes = inputs.state_shape();
-        let LinearInputs { q, k, v, log_decay } = inputs;
-        let [q, k, v, log_decay] = [primitive(q), primitive(k), primitive(v), primitive(log_decay)];
-        match beta {
-            None => run_rows::<B, _, 4>(path, self, [q, k, v, log_decay], state, sizes),
-            Some(beta) => {
-                let inputs = [q, k, v, primitive(beta), log_decay];
-                run_rows::<B, _, 5>(path, self, inputs, state, sizes)
-            }
-        }
-    }
-
-    /// y of the tokens after those in the state `start`, and the state after them; β `[batch, kv_heads, seq_len, 1]`
-    /// weighs values. States are `[batch · kv_heads, head_dim, value_dim]`.
-    pub fn extend<B: OpBackend>(
-        &self,
-        inputs: LinearInputs<B>,
-        beta: Option<Tensor<B, 4>>,
-        start: Option<Tensor<B, 3>>,
-        path: ExecPath,
-    ) -> (Tensor<B, 4>, Tensor<B, 3>) {
-        let LinearInputs { q, k, v, log_decay } = inputs;
-        if path == ExecPath::Kernel(DeviceKind::Cuda) {
-            return NewTokens { q, k, v, log_decay, beta }.extend(Update::Additive, start);
-        }
-        let v = match beta {
-            Some(beta) => v * beta,
-            None => v,
-        };
-        self.forward(LinearInputs { q, k, v, log_decay }, start)
-    }
-
-    /// FLOPs per token, forward: scores and weighted values inside a chunk, and updating and querying S.
-    pub fn flops_per_token(&self, shape: &AttentionShape, value_dim: usize, seq_len: usize) -> f64 {
-        let (d, values) = (shape.head_dim as f64, value_dim as f64);
-        let (heads, kv_heads) = (shape.heads as f64, shape.kv_heads as f64);
-        let near = (seq_len.min(self.chunk) as f64 + 1.0) / 2.0;
-        let far = seq_len.saturating_sub(self.chunk) as f64 / seq_len as f64;
-        2.0 * (d + values) * heads * near + far * 2.0 * d * values * (heads + kv_heads)
-    }
-
-    /// Bytes per token that a kernel saves beside its inputs and its output.
-    pub fn saved_by_kernel(
-        &self,
-        decays: Decays,
-        channels: &Channels,
-        shape: &AttentionShape,
-        device: DeviceKind,
-    ) -> f64 {
-        let value_dim = channels.v as usize / shape.kv_heads;
-        match device {
-            DeviceKind::Cpu => 0.0,
-            DeviceKind::Cuda => chunked::saved_bytes(Update::Additive, decays, shape, value_dim),
-        }
-    }
-
-    /// Bytes per token that automatic differentiation keeps of the reference beside its inputs and its output:
-    /// the decay's factors of q and k, the scores of a chunk, and a state per chunk.
-    pub fn saved_by_reference(
-        &self,
-        channels: &Channels,
-        shape: &AttentionShape,
-        seq_len: usize,
-    ) -> f64 {
-        let chunk = self.chunk.min(seq_len) as f64;
-        let state = channels.v * shape.group() as f64 * shape.head_dim as f64 / chunk;
-        let factors = 4.0 * (channels.q + channels.k);
-        channels.scores(3.0, chunk) + 4.0 * (factors + 2.0 * state)
-    }
-}
-
-/// The operation's inputs in order, with the weights of values apart: β `[batch, kv_heads, seq_len, 1]` after v, if
-/// there are five.
-fn split<T>(inputs: &[T]) -> ([&T; 4], Option<&T>) {
-    match inputs {
-        [q, k, v, log_decay] => ([q, k, v, log_decay], None),
-        [q, k, v, beta, log_decay] => ([q, k, v, log_decay], Some(beta)),
-        _ => panic!("{} inputs of 4 or 5", inputs.len()),
-    }
-}
-
-/// The inverse of [`split`].
-fn joined<T, const N: usize>([q, k, v, log_decay]: [T; 4], beta: Option<T>) -> [Option<T>; N] {
-    let mut all = [q, k, v].into_iter().chain(beta).chain([log_decay]);
-    std::array::from_fn(|_| all.next())
-}
-
-impl GatedLinear {
-    /// The inputs for the CPU, with values times their weights.
-    fn of_weighted(inputs: &[FlexTensor]) -> [FlexTensor; 4] {
-        let ([q, k, v, log_decay], beta) = split(inputs);
-        let v = beta.map_or_else(|| v.clone(), |beta| cpu::weighted(v, beta));
-        [q.clone(), k.clone(), v, log_decay.clone()]
-    }
-
-    fn by_operations<B: OpBackend>(
-        &self,
-        inputs: &[FloatTensor<B>],
-        before: Option<FloatTensor<B>>,
-    ) -> (Tensor<B, 4>, Tensor<B, 3>) {
-        let ([q, k, v, log_decay], beta) = split(inputs);
-        let [k, v, log_decay] = [k, v, log_decay].map(|x| tensor::<B, 4>(x.clone()));
-        let v = match beta {
-            Some(beta) => v * tensor::<B, 4>(beta.clone()),
-            None => v,
-        };
-        let inputs = LinearInputs { q: tensor(q.clone()), k, v, log_decay };
-        self.forward(inputs, before.map(tensor))
-    }
-}
-
-/// With five inputs, values have weights: the state takes β_t k_t v_tᵀ.
-impl<const N: usize> Op<N> for GatedLinear {
-    fn reference<B: OpBackend>(
-        &self,
-        inputs: [FloatTensor<B>; N],
-        _ints: &[IntTensor<B>],
-    ) -> FloatTensor<B> {
-        primitive(self.by_operations::<B>(&inputs, None).0)
-    }
-
-    fn cpu_forward(
-        &self,
-        inputs: &[FlexTensor; N],
-        _ints: &[FlexTensor],
-        needs: [bool; N],
-    ) -> Option<Forward<FlexTensor>> {
-        // The backward pass reads them too.
-        let inputs = inputs.each_ref().map(contiguous);
-        let [output, _] = self.run(&Self::of_weighted(&inputs), None);
-        let saved = if needs.contains(&true) { inputs.to_vec() } else { vec![] };
-        Some(Forward { output, saved })
-    }
-
-    /// From the inputs and, if it is not 0, the state before the first token.
-    fn cpu_backward(
-        &self,
-        saved: Vec<FlexTensor>,
-        _ints: &[FlexTensor],
-        grad: FlexTensor,
-        _needs: [bool; N],
-    ) -> [Option<FlexTensor>; N] {
-        let (inputs, before) = saved.split_at(N);
-        let [q, k, weighted, log_decay] =
-            self.gradients(&Self::of_weighted(inputs), before.first(), &grad, true);
-        match split(inputs) {
-            ([_, _, v, _], Some(beta)) => {
-                let [v, beta] = cpu::gradients_of_weights(v, beta, &weighted);
-                joined([q, k, v, log_decay], Some(beta))
-            }
-            _ => joined([q, k, weighted, log_decay], None),
-        }
-    }
-
-    fn cuda_forward(
-        &self,
-        inputs: &[CudaTensor; N],
-        _ints: &[CudaTensor],
-        needs: [bool; N],
-    ) -> Option<Forward<CudaTensor>> {
-        let (inputs, beta) = split(inputs);
-        chunked::forward(Update::Additive, inputs, beta, needs.contains(&true))
-    }
-
-    fn cuda_backward(
-        &self,
-        saved: Vec<CudaTensor>,
-        _ints: &[CudaTensor],
-        grad: CudaTensor,
-        _needs: [bool; N],
-    ) -> [Option<CudaTensor>; N] {
-        let Grads { q, k, v, beta, log_decay } = chunked::backward(Update::Additive, &saved, &grad);
-        joined([q, k, v, log_decay], beta)
-    }
-}
-
-/// States are `[batch · kv_heads, head_dim, value_dim]`.
-impl<const N: usize> StateOp<N> for GatedLinear {
-    fn reference_from<B: OpBackend>(
-        &self,
-        inputs: [FloatTensor<B>; N],
-        _ints: &[IntTensor<B>],
-        before: FloatTensor<B>,
-    ) -> [FloatTensor<B>; 2] {
-        let (y, after) = self.by_operations::<B>(&inputs, Some(before));
-        [primitive(y), primitive(after)]
-    }
-
-    fn cpu_forward_from(
-        &self,
-        inputs: &[FlexTensor; N],
-        _ints: &[FlexTensor],
-        before: &FlexTensor,
-        needs: [bool; N],
-    ) -> Option<(Forward<FlexTensor>, FlexTensor)> {
-        let inputs = inputs.each_ref().map(contiguous);
-        let [output, after] = self.run(&Self::of_weighted(&inputs), Some(before));
-        let saved = match needs.contains(&true) {
-            true => inputs.iter().chain([before]).cloned().collect(),
-            false => vec![],
-        };
-        Some((Forward { output, saved }, after))
-    }
-
-    fn cuda_forward_from(
-        &self,
-        inputs: &[CudaTensor; N],
-        _ints: &[CudaTensor],
-        before: &CudaTensor,
-        needs: [bool; N],
-    ) -> Option<(Forward<CudaTensor>, CudaTensor)> {
-        let (inputs, beta) = split(inputs);
-        chunked::forward_from(Update::Additive, inputs, beta, before, needs.contains(&true))
+        o
     }
 }

@@ -1,5 +1,6 @@
 //! This variant's cases for the conformance suite, and its numerics at length.
 
+mod cuda;
 mod length;
 
 use longwall_config::Problems;
@@ -37,10 +38,18 @@ impl Conformance for Config {
             Config { gate: Gate::None, chunk: 16, ..default.clone() },
             Config { gate: Gate::Diagonal, ..default },
             Config { feature_map: FeatureMap::Elu, gate: Gate::Scalar, ..Config::default() },
+            Config { gate: Gate::Scalar, ..normalised() },
+            normalised(),
         ]
     }
 
     const WIDEST_HEAD: usize = 128;
+
+    /// With `normalise` those of the gradient of k: the features of q and k, the scores, the state, values without their
+    /// mean, do / n, the gradients of scores and of the state, and the result.
+    fn roundings(&self) -> u32 {
+        if self.normalise { 9 } else { 5 }
+    }
 
     /// Small queries, so that short sequences have outputs whose mean square is near [`EPS`]. Otherwise a
     /// norm's output does not depend on the size of its input, and the gradient of a single token's score is

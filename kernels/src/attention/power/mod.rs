@@ -36,12 +36,13 @@
 //! attention over one to two chunks.
 //!
 //! # Kernels
-//! On the CPU, both forms, in f32. On CUDA in bf16, on tensor cores: the attention form, and the chunked form
-//! (`docs/power.md`) with p = 2, heads of 32, 64 or 128 channels and chunks of a multiple of 128 tokens; the
-//! reference computes it elsewhere. Decoding on CUDA keeps the decay's sums for each query head. With
-//! `form = "auto"`, the kernels also compute a prefill of more than `switch_len` tokens; single tokens after
-//! `switch_len`, and all decoding with `form = "chunked"`, run the reference. A score below 2^-126 has no weight on
-//! CUDA, where ε is 0, nor has a sum of far weights below 10^-30; sums of squared scores must stay below 10^38.
+//! On the CPU, both forms, in f32. On CUDA in bf16, on tensor cores: the attention form, and the chunked form with
+//! p = 2, heads of 32, 64 or 128 channels and chunks of a multiple of 128 tokens (`docs/power.md`); the reference
+//! computes it elsewhere. Where the chunked form has kernels, so has decoding from its sums, in f32; else single
+//! tokens after `switch_len`, and all decoding with `form = "chunked"`, run the reference. Decoding on CUDA keeps the
+//! decay's sums for each query head, and for each kv head S and Σ_j decay_j k_j k_jᵀ instead of z and its bound. A
+//! score below 2^-126 has no weight on CUDA, where ε is 0, nor has a sum of far weights below 10^-30; sums of squared
+//! scores must stay below 10^38.
 
 mod cpu;
 mod cuda;
@@ -61,7 +62,7 @@ use serde::{Deserialize, Serialize};
 use self::expansion::Expansion;
 use self::op::{PowerAttention, power_attention};
 use self::reference::PowerInputs;
-use self::state::{CudaState, TensorState, near};
+use self::state::{CudaState, Folding, TensorState};
 use super::flash;
 use super::recurrent::forget_at_starts;
 use super::rotation::{Rotation, Scaling};
@@ -165,6 +166,12 @@ impl Config {
             Form::Chunked => Some(0),
             Form::Auto => Some(self.switch_len.unwrap_or_else(default)),
         }
+    }
+
+    /// When tokens being decoded leave the cache for the sums; `None` for never.
+    fn folding(&self, shape: &AttentionShape) -> Option<Folding> {
+        let switch = self.chunked_above(shape)?;
+        Some(Folding { chunk: self.chunk(shape), switch })
     }
 
     /// Records a problem if the state is too large.
@@ -282,11 +289,11 @@ impl VariantSpec for Config {
     ) -> bool {
         match (kernel.device, self.chunked_above(shape)) {
             (DeviceKind::Cpu, _) | (_, None) => true,
-            (DeviceKind::Cuda, Some(switch)) => match seq_len {
-                // Decoding begins in the attention form.
-                None => switch > 0,
-                Some(seq_len) => seq_len <= switch || self.serves_chunks(shape),
-            },
+            (DeviceKind::Cuda, Some(switch)) => {
+                // Decoding may begin in the attention form.
+                let attention = seq_len.map_or(switch > 0, |seq_len| seq_len <= switch);
+                attention || self.serves_chunks(shape)
+            }
         }
     }
 
@@ -395,15 +402,34 @@ impl VariantSpec for Config {
 
     fn state_elements(&self, shape: &AttentionShape, seq_len: usize) -> u64 {
         let token = 2 * shape.head_dim + 1;
-        let elements = match self.chunked_above(shape) {
+        let elements = match self.folding(shape) {
             None => token * shape.cached_tokens(seq_len),
-            Some(switch) => {
-                let near = near(self.chunk(shape), switch, seq_len);
+            Some(folding) => {
+                let near = folding.near(seq_len);
                 let sums = if near < seq_len { self.sums_elements(shape) } else { 0 };
                 (token * near).saturating_add(sums)
             }
         };
         elements.saturating_mul(shape.kv_heads) as u64
+    }
+
+    /// The sums are in f32.
+    fn state_bytes(
+        &self,
+        shape: &AttentionShape,
+        seq_len: usize,
+        path: ExecPath,
+        dtype: DType,
+    ) -> u64 {
+        let all = self.state_elements(shape, seq_len);
+        let sums = match self.folding(shape) {
+            Some(folding) if folding.near(seq_len) < seq_len => {
+                self.sums_elements(shape).saturating_mul(shape.kv_heads) as u64
+            }
+            _ => 0,
+        };
+        let near = (all - sums).saturating_mul(self.state_dtype(path, dtype).size() as u64);
+        near.saturating_add(sums.saturating_mul(4))
     }
 }
 
@@ -454,29 +480,23 @@ impl Variant for Config {
         path: ExecPath,
     ) -> Tensor<B, 4> {
         let (dims, first) = (inputs.q.dims(), state.position());
-        let (chunk, switch) = (self.chunk(shape), self.chunked_above(shape));
+        let folding = self.folding(shape);
         let (inputs, path) = match path {
             ExecPath::Kernel(DeviceKind::Cuda) => {
-                if switch.is_none_or(|switch| first + dims[2] <= switch) {
+                let served = folding.filter(|_| self.serves_chunks(shape));
+                let whole = folding.is_none_or(|folding| first + dims[2] <= folding.switch);
+                if whole || served.is_some() {
                     let (qkv, log_decay) = self.heads(inputs, first);
-                    return state.on_cuda().extend(&self.attention(shape), qkv, log_decay);
+                    let op = self.attention(shape);
+                    return state.on_cuda().extend(&op, served, qkv, log_decay);
                 }
-                let served = first == 0 && self.serves_chunks(shape);
-                let outputs = served.then(|| self.whole(shape, inputs.clone(), None, path));
-                // Single tokens of the chunked form are the reference's.
-                let inputs = inputs.in_f32();
-                if let Some(outputs) = outputs {
-                    let (op, rows) = (self.op(shape, dims[2]), self.rows(inputs, None, first));
-                    state.as_tensors().prefill(&op, &rows, chunk, switch);
-                    return outputs;
-                }
-                (inputs, ExecPath::Reference)
+                (inputs.in_f32(), ExecPath::Reference)
             }
             _ => (inputs, path),
         };
         let rows = self.rows(inputs, None, first);
         let op = self.op(shape, dims[2]);
-        state.as_tensors().extend(&op, rows, chunk, switch, path).reshape(dims)
+        state.as_tensors().extend(&op, rows, folding, path).reshape(dims)
     }
 }
 

@@ -1,10 +1,10 @@
-//! The decode state: recent tokens in a cache, older ones as sums over φ. On CUDA, the cache of its kernels up
-//! to `switch_len` tokens.
+//! The decode state: recent tokens in a cache, older ones as sums over φ. Where CUDA's kernels have no sums, their
+//! state turns into the reference's when they are due.
 
 use burn::tensor::{FloatDType, Tensor, s};
 
 use super::Power;
-use super::cuda::PowerKvCache;
+use super::cuda::{PowerKvCache, PowerTokens};
 use super::op::PowerAttention;
 use super::reference::{PowerInputs, StateSums};
 use crate::attention::cache::KvCache;
@@ -48,14 +48,42 @@ impl<B: OpBackend> HeldTokens<B> {
     }
 }
 
-/// Tokens in the cache after `seq_len` single-token steps, when sums are used for sequences longer than
-/// `switch` tokens.
-pub(super) fn near(chunk: usize, switch: usize, seq_len: usize) -> usize {
-    let most = switch.max(2 * chunk - 1);
-    if seq_len <= most { seq_len } else { chunk + seq_len % chunk }
+/// When tokens leave the cache for the sums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Folding {
+    /// Tokens of a chunk; only whole chunks leave.
+    pub chunk: usize,
+    /// Longest sequence that is kept whole.
+    pub switch: usize,
 }
 
-/// The cache of the CUDA kernels.
+impl Folding {
+    /// Most tokens in the cache after a single-token step.
+    pub fn most(self) -> usize {
+        self.switch.max(2 * self.chunk - 1)
+    }
+
+    /// Most tokens in the cache at any time: pieces end with a chunk.
+    fn room(self) -> usize {
+        (self.most() + 1).next_multiple_of(self.chunk)
+    }
+
+    /// Tokens in the cache after `seq_len` single-token steps.
+    pub fn near(self, seq_len: usize) -> usize {
+        if seq_len <= self.most() { seq_len } else { self.chunk + seq_len % self.chunk }
+    }
+
+    /// Of `new` tokens from `position` on, the first ones that are appended at once: at most to the end of the chunk
+    /// once sequences are not kept whole, so that whole chunks leave the cache.
+    pub fn piece(self, position: usize, new: usize) -> usize {
+        if position + new <= self.switch {
+            return new;
+        }
+        new.min(self.chunk - position % self.chunk)
+    }
+}
+
+/// The state of the CUDA kernels.
 #[derive(Clone, Debug)]
 pub struct CudaState {
     /// From the first token on.
@@ -84,14 +112,14 @@ impl<B: OpBackend> State<B> {
         }
     }
 
-    /// The CUDA kernels' cache.
+    /// The CUDA kernels' state.
     ///
     /// # Panics
     /// After [`State::as_tensors`].
     pub(super) fn on_cuda(&mut self) -> &mut CudaState {
         match self {
             State::Cuda(state) => state,
-            State::Tensors(_) => panic!("the state has left the CUDA kernels' cache"),
+            State::Tensors(_) => panic!("the state has left the CUDA kernels"),
         }
     }
 
@@ -114,30 +142,36 @@ impl CudaState {
     }
 
     /// Appends tokens; returns their outputs, `[batch, heads, n, head_dim]`. The inputs are those of
-    /// [`power_attention`](super::op::power_attention).
+    /// [`power_attention`](super::op::power_attention), and `op` is the attention form. `folding` is `None` where the
+    /// kernels have no sums, or need none.
     pub(super) fn extend<B: OpBackend>(
         &mut self,
         op: &PowerAttention,
+        folding: Option<Folding>,
         qkv: [Tensor<B, 4>; 3],
         log_decay: Option<Tensor<B, 3>>,
     ) -> Tensor<B, 4> {
         let tokens = qkv[0].dims()[2];
         self.position += tokens;
-        let ([q, k, v], log_decay) = (qkv.map(on_cuda), log_decay.map(on_cuda));
+        let new = PowerTokens { qkv: qkv.map(on_cuda), log_decay: log_decay.map(on_cuda) };
         let cache = self.cache.get_or_insert_with(|| {
-            let capacity = capacity(op.window, self.capacity, tokens);
-            Box::new(PowerKvCache::new(&q, &k, log_decay.is_some(), capacity))
+            // No more tokens are kept before the oldest leave the cache, however they arrive.
+            let most = folding.map_or(usize::MAX, Folding::room);
+            let capacity = capacity(op.window, self.capacity.min(most), tokens.min(most));
+            Box::new(PowerKvCache::new(&new, capacity))
         });
-        tensor(B::from_cuda(cache.extend(op, [&q, &k, &v], log_decay.as_ref())))
+        tensor(B::from_cuda(cache.extend(op, folding, &new)))
     }
 
-    /// The same tokens in the state of the reference, in f32. Without a window, all tokens are there.
+    /// The same tokens in the state of the reference, in f32: that of a state without sums or a window, which has all
+    /// tokens.
     fn to_tensors<B: OpBackend>(&self) -> TensorState<B> {
         let mut state = TensorState::new(None);
         let Some(cache) = &self.cache else { return state };
         let f32 = |x| tensor::<B, 4>(B::from_cuda(x)).cast(FloatDType::F32);
         let [k, v] = cache.keys_and_values().map(f32);
         let [batch, kv_heads, tokens, head_dim] = k.dims();
+        assert_eq!(tokens, self.position, "cached tokens, and all tokens so far");
         let rows = batch * kv_heads;
         let log_decay = match cache.decay_within_spans() {
             Some(within) => {
@@ -184,51 +218,35 @@ impl<B: OpBackend> TensorState<B> {
     }
 
     /// Appends the tokens of `rows`; returns their outputs, `[rows, group, n, value_dim]`.
-    /// `op` is the operation for a sequence of these tokens alone; `switch` as in [`near`], `None` for no
-    /// sums.
+    /// `op` is the operation for a sequence of these tokens alone; with `folding`, older tokens become sums.
     pub(super) fn extend(
         &mut self,
         op: &Power,
         rows: PowerInputs<B>,
-        chunk: usize,
-        switch: Option<usize>,
+        folding: Option<Folding>,
         path: ExecPath,
     ) -> Tensor<B, 4> {
         if self.cache.position() == 0 {
-            self.prefill(op, &rows, chunk, switch);
+            let kv = [rows.k.clone(), rows.v.clone()];
+            let near = self.append(kv, rows.log_decay.clone()).of(rows.q.clone());
+            self.fold(op, folding, &near);
             return op.of_rows(rows, path);
         }
         let n = rows.q.dims()[2];
         let mut outputs = vec![];
         let mut first = 0;
         while first < n {
-            // At most to the end of the chunk, so that whole chunks enter the sums.
-            let size = match switch {
-                Some(_) => (chunk - self.cache.position() % chunk).min(n - first),
-                None => n,
-            };
+            let position = self.cache.position();
+            let size = folding.map_or(n, |folding| folding.piece(position, n - first));
             let part = |x: &Tensor<B, 3>| x.clone().narrow(1, first, size);
             let log_decay = rows.log_decay.clone().narrow(1, first, size);
             let held = self.append([part(&rows.k), part(&rows.v)], log_decay);
             let near = held.of(rows.q.clone().narrow(2, first, size));
             outputs.push(op.attend_last(&near, self.past.as_ref()));
-            self.fold(op, chunk, switch, &near);
+            self.fold(op, folding, &near);
             first += size;
         }
         Tensor::cat(outputs, 2)
-    }
-
-    /// Appends the first tokens. The other arguments are those of [`TensorState::extend`].
-    pub(super) fn prefill(
-        &mut self,
-        op: &Power,
-        rows: &PowerInputs<B>,
-        chunk: usize,
-        switch: Option<usize>,
-    ) {
-        let kv = [rows.k.clone(), rows.v.clone()];
-        let near = self.append(kv, rows.log_decay.clone()).of(rows.q.clone());
-        self.fold(op, chunk, switch, &near);
     }
 
     /// Appends tokens to the cache; returns all cached tokens.
@@ -248,14 +266,15 @@ impl<B: OpBackend> TensorState<B> {
 
     /// Moves the oldest chunks into the sums, if these are in use, except the last complete chunk and the
     /// tokens after it. `held` are all tokens in the cache.
-    fn fold(&mut self, op: &Power, chunk: usize, switch: Option<usize>, held: &PowerInputs<B>) {
-        let Some(switch) = switch else { return };
-        let old = self.cache.len() - near(chunk, switch, self.cache.position());
+    fn fold(&mut self, op: &Power, folding: Option<Folding>, held: &PowerInputs<B>) {
+        let Some(folding) = folding else { return };
+        let old = self.cache.len() - folding.near(self.cache.position());
         if old == 0 {
             return;
         }
-        for first in (0..old).step_by(chunk) {
-            self.past = Some(op.fold(self.past.take(), held.tokens(first..first + chunk)));
+        for first in (0..old).step_by(folding.chunk) {
+            let tokens = held.tokens(first..first + folding.chunk);
+            self.past = Some(op.fold(self.past.take(), tokens));
         }
         self.cache.drop_oldest(old);
         self.log_decay = Some(held.log_decay.clone().slice(s![.., old..]));

@@ -3,6 +3,7 @@
 
 mod chunked;
 mod cuda;
+mod decoding;
 mod length;
 
 use burn::backend::{Autodiff, Flex};

@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 use super::{Gradients, Softmax};
 use crate::attention::flash::hooks::{Hooks, LaunchOf, NoBiases, PlainOperands, Score};
 use crate::attention::flash::problem::ProblemShape;
-use crate::attention::flash::weight::{Sinks, SoftmaxOutput, SoftmaxWeight, sinks};
+use crate::attention::flash::weight::{SoftmaxArgs, SoftmaxOutput, SoftmaxWeight, sinks};
 use crate::attention::flash::{FlashAttention, decode, serves_tensors};
 use crate::backend::Forward;
 use crate::cuda::{CudaTensor, buffer};
@@ -50,7 +50,7 @@ impl Hooks for SoftmaxHooks {
         CapAndSlopesLaunch::new(cap, slopes.into(), self.softcap.is_some(), alibi)
     }
 
-    fn weight(&self) -> LaunchOf<Sinks> {
+    fn weight(&self) -> LaunchOf<SoftmaxArgs> {
         sinks(self.sinks.as_ref())
     }
 

@@ -78,7 +78,7 @@ impl Weight for StickWeight {
     const SEES_ITSELF: bool = false;
     const IN_ORDER: bool = true;
 
-    fn init_rows(_args: &(), _rows: &Array<usize>) -> Sticks {
+    fn init_rows(_args: &(), _rows: &Array<usize>, _scale: f32) -> Sticks {
         let mut left = Array::<f32>::new(2usize);
         left[0] = 1f32;
         left[1] = 1f32;

@@ -8,7 +8,7 @@ use super::super::{CHUNK_TOKENS, CallSizes, States, THREADS};
 use super::matrices_back::{self, MatrixArraysLaunch};
 use super::output::{self, OutputArraysLaunch};
 use super::vectors_back::{self, VectorArraysLaunch};
-use super::{Corrections, Diagonal, Grads, Saved, head_chunks, head_numbers};
+use super::{Corrections, Diagonal, Grads, Saved, head_chunks};
 use crate::attention::flash::Heads;
 use crate::cuda::{CudaTensor, buffer, empty};
 use crate::ops::cuda::{as_u32, dim, dims, nothing};
@@ -129,7 +129,7 @@ impl Diagonal {
                         pairs(d_removal),
                         pairs(d_corrections),
                         pairs(&grads.k),
-                        head_numbers(&grads.log_decay),
+                        Heads::in_place(&grads.log_decay).numbers(),
                         d_beta.map_or_else(|| nothing(&grads.log_decay), |beta| buffer(beta, 1)),
                     ),
                     sizes.launch(),

@@ -8,10 +8,11 @@
 use burn::tensor::bf16;
 use cubecl::prelude::*;
 
-use super::super::memory::{ChunkOf, HeadNumbers};
+use super::super::memory::ChunkOf;
 use super::super::sums::LEAST;
 use super::super::{CHUNK_TOKENS, THREADS};
 use super::DiagonalConfig;
+use crate::attention::flash::HeadNumbers;
 use crate::tile::matrix::{Matrix, pair};
 use crate::tile::product::quads;
 use crate::tile::rows::{Own, finish_loads, rounds};

@@ -24,7 +24,7 @@ mod tests;
 mod transform;
 mod vectors_back;
 
-use burn::tensor::DType;
+use burn::tensor::{DType, bf16};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
@@ -32,10 +32,9 @@ use self::output::OutputArraysLaunch;
 use self::queries::QueryArraysLaunch;
 use self::scan::ScanArraysLaunch;
 use self::transform::TransformArraysLaunch;
-use super::memory::{HeadNumbers, HeadNumbersLaunch};
-use super::{CHUNK_TOKENS, CallSizes, States, THREADS};
+use super::{CHUNK_TOKENS, CallSizes, OutputElement, States, THREADS};
 use crate::attention::AttentionShape;
-use crate::attention::flash::{HeadChunks, HeadChunksLaunch, Heads};
+use crate::attention::flash::{HeadChunks, HeadChunksLaunch, HeadNumbers, Heads};
 use crate::cuda::{CudaTensor, buffer, contiguous, empty, multiprocessors};
 use crate::ops::cuda::{as_u32, dim, dims, nothing};
 use crate::tile::CHUNK;
@@ -44,11 +43,6 @@ use crate::tile::matrix::{Matrix, Product};
 /// A tensor `[batch, heads, seq_len, channels]` in bf16 as an argument.
 fn head_chunks(x: &CudaTensor) -> HeadChunksLaunch<CudaRuntime> {
     Heads::in_place(x).chunks()
-}
-
-/// The same in f32.
-fn head_numbers(x: &CudaTensor) -> HeadNumbersLaunch<CudaRuntime> {
-    HeadNumbersLaunch::new(buffer(x, 1), Heads::in_place(x).row_strides())
 }
 
 /// What a token writes to the state.
@@ -316,7 +310,7 @@ impl Diagonal {
         let log_decay = check("the log decays", &self.log_decay, d, DType::F32);
         // Kernels count elements of decays in 32 bits, in the memory that a view spans.
         let spans = log_decay.meta.strides().iter().zip(sizes.of_keys(d));
-        as_u32(spans.map(|(stride, dim)| stride * (dim - 1)).sum::<usize>() + 1);
+        as_u32(spans.map(|(stride, dim)| stride * dim.saturating_sub(1)).sum::<usize>() + 1);
         // Kernels count pairs of elements in 32 bits.
         let chunks = sizes.rows() * sizes.chunks();
         let states = chunks * d * d.max(value_dim);
@@ -373,14 +367,18 @@ impl Diagonal {
             head_chunks(removal),
             head_chunks(correction),
             head_chunks(&self.k),
-            head_numbers(&self.log_decay),
+            Heads::in_place(&self.log_decay).numbers(),
             beta.map_or_else(|| nothing(&self.log_decay), |beta| buffer(beta, 1)),
         )
     }
 
-    /// y `[batch, heads, seq_len, value_dim]` in bf16, in the memory order `[batch, seq_len, heads, value_dim]`.
-    pub fn forward(&self) -> (CudaTensor, Saved) {
-        self.run(&States::default())
+    /// y `[batch, heads, seq_len, value_dim]` in type `output`, bf16 or f32, in the memory order `[batch, seq_len, heads,
+    /// value_dim]`.
+    ///
+    /// # Panics
+    /// For another type.
+    pub fn forward(&self, output: DType) -> (CudaTensor, Saved) {
+        self.run(output, &States::default())
     }
 
     /// As [`forward`](Self::forward), from the state `before` the first token, 0 if there is none; also the state after
@@ -388,16 +386,20 @@ impl Diagonal {
     ///
     /// # Panics
     /// When the state has another shape or type.
-    pub fn forward_from(&self, before: Option<&CudaTensor>) -> (CudaTensor, Saved, CudaTensor) {
+    pub fn forward_from(
+        &self,
+        output: DType,
+        before: Option<&CudaTensor>,
+    ) -> (CudaTensor, Saved, CudaTensor) {
         let sizes = self.sizes();
         let shape = [sizes.rows(), sizes.head_dim, sizes.value_dim];
         let states = States::between(before, &self.q, shape);
-        let (y, saved) = self.run(&states);
+        let (y, saved) = self.run(output, &states);
         (y, saved, states.after.expect("the state after the last token"))
     }
 
     /// As [`forward`](Self::forward), between states.
-    fn run(&self, end_states: &States) -> (CudaTensor, Saved) {
+    fn run(&self, output: DType, end_states: &States) -> (CudaTensor, Saved) {
         let call = self.checked();
         let (sizes, like, all) = (call.sizes(), &call.q, CHUNK_TOKENS);
         let CallSizes { head_dim: d, value_dim, .. } = sizes;
@@ -421,7 +423,6 @@ impl Diagonal {
         let Saved { keys, decay, queries, scores, states, corrected } = &saved;
         let corrected = corrected.as_ref();
         let or_nothing = |x: Option<&CudaTensor>, lanes| buffer(x.unwrap_or(keys), lanes);
-        let o = Heads::in_place(like).like_with(DType::BF16, value_dim);
         let config = call.config(64);
         // SAFETY: the kernels stay within the rows' tokens and chunks.
         unsafe {
@@ -458,24 +459,37 @@ impl Diagonal {
             );
         }
         call.scan(&saved, &call.v, states, end_states, false);
-        // SAFETY: as above.
+        let o = match output {
+            DType::F32 => call.outputs::<f32>(&saved),
+            DType::BF16 => call.outputs::<bf16>(&saved),
+            other => panic!("outputs in {other:?}, not in bf16 or f32"),
+        };
+        (o, saved)
+    }
+
+    /// The last step of the forward pass.
+    fn outputs<O: OutputElement>(&self, saved: &Saved) -> CudaTensor {
+        let (sizes, like) = (self.sizes(), &self.q);
+        let o = Heads::in_place(like).like_with(O::dtype(), sizes.value_dim);
+        let heads = sizes.rows() * sizes.group();
+        // SAFETY: as in `run`.
         unsafe {
-            output::diagonal_output::launch_unchecked::<CudaRuntime>(
+            output::diagonal_output::launch_unchecked::<O, CudaRuntime>(
                 &like.client,
-                CubeCount::Static(as_u32(rows * group * chunks), 1, 1),
+                CubeCount::Static(as_u32(heads * sizes.chunks()), 1, 1),
                 dim(THREADS),
                 OutputArraysLaunch::new(
-                    head_chunks(queries),
-                    buffer(scores, CHUNK),
-                    head_chunks(&call.v),
-                    buffer(states, CHUNK),
+                    head_chunks(&saved.queries),
+                    buffer(&saved.scores, CHUNK),
+                    head_chunks(&self.v),
+                    buffer(&saved.states, CHUNK),
                     o.pairs(),
                 ),
                 sizes.launch(),
-                config,
+                self.config(64),
             );
         }
-        (o.tensor, saved)
+        o.tensor
     }
 
     /// Computes the states before the chunks; or, `back`, the gradients of those after them, where `values` is that of

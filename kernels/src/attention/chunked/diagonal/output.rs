@@ -3,7 +3,7 @@
 use burn::tensor::bf16;
 use cubecl::prelude::*;
 
-use super::super::memory::{ChunkOf, Sizes, TokensOf};
+use super::super::memory::{ChunkOf, OutputElement, Sizes, TokensOf};
 use super::super::{CHUNK_TOKENS, THREADS};
 use super::DiagonalConfig;
 use crate::attention::flash::{HeadChunks, HeadPairs};
@@ -14,7 +14,7 @@ use crate::tile::{CHUNK, Chunk, keep_loop, zeros};
 
 /// What the kernels read, and their result.
 #[derive(CubeType, CubeLaunch)]
-pub struct OutputArrays {
+pub struct OutputArrays<O: Numeric> {
     /// Q, `[batch, heads, tokens, head_dim]`; for the gradients K, `[batch, kv_heads, tokens, head_dim]`.
     pub vectors: HeadChunks,
     /// C, `[rows, group, chunks, 64, 64]`.
@@ -24,7 +24,7 @@ pub struct OutputArrays {
     /// The states before the chunks, `[rows, chunks, head_dim, value_dim]`; the gradients of those after them.
     pub states: Array<Chunk>,
     /// `[batch, heads, tokens, value_dim]`; `[batch, kv_heads, tokens, value_dim]`.
-    pub result: HeadPairs<bf16>,
+    pub result: HeadPairs<O>,
 }
 
 /// The matrices of a block in shared memory.
@@ -52,8 +52,8 @@ impl Layout {
 ///
 /// Grid: the chunks of all query heads of all rows; [`THREADS`] threads.
 #[cube(launch_unchecked, fast_math = FastMath::all())]
-pub fn diagonal_output(
-    arrays: &mut OutputArrays,
+pub fn diagonal_output<O: OutputElement>(
+    arrays: &mut OutputArrays<O>,
     sizes: Sizes,
     #[comptime] config: DiagonalConfig,
 ) {
@@ -96,7 +96,7 @@ pub fn diagonal_output(
 /// Grid: the chunks of all rows · parts, the parts of a chunk after one another; [`THREADS`] threads.
 #[cube(launch_unchecked, fast_math = FastMath::all())]
 pub fn diagonal_values(
-    arrays: &mut OutputArrays,
+    arrays: &mut OutputArrays<bf16>,
     sizes: Sizes,
     #[comptime] config: DiagonalConfig,
 ) {
@@ -152,9 +152,9 @@ fn load_scores(
 
 /// Reads a part of the values of these tokens, and of the state.
 #[cube]
-fn load_part(
+fn load_part<O: Numeric>(
     arena: &mut SharedMemory<Chunk>,
-    arrays: &OutputArrays,
+    arrays: &OutputArrays<O>,
     of: &ChunkOf,
     values: &TokensOf,
     part: usize,

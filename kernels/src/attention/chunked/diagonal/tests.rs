@@ -139,7 +139,7 @@ impl Sample {
 
     fn by_kernels(&self) -> Results {
         let (call, upstream) = self.call();
-        let (y, saved) = call.forward();
+        let (y, saved) = call.forward(DType::BF16);
         let Diagonal { q, k, v, log_decay, corrections } = call.backward(&saved, &upstream);
         let rest = match corrections {
             Corrections::None => vec![],

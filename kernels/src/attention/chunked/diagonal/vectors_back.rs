@@ -3,7 +3,7 @@
 use burn::tensor::bf16;
 use cubecl::prelude::*;
 
-use super::super::memory::{ChunkOf, HeadNumbers, Sizes, TokensOf};
+use super::super::memory::{ChunkOf, Sizes, TokensOf};
 use super::super::{CHUNK_TOKENS, THREADS};
 use super::levels::{
     MIDDLE, Operands, far_factor, is_mild, load_sums, load_weights, row_of_sums, scale_readers,
@@ -12,7 +12,7 @@ use super::levels::{
 use super::matrices_back::{first_of_reader, load_tokens};
 use super::near::{Near, add_levels, add_mild_reads, add_mild_writes};
 use super::{DiagonalConfig, DiagonalInputs, Reading};
-use crate::attention::flash::HeadPairs;
+use crate::attention::flash::{HeadNumbers, HeadPairs};
 use crate::tile::copies::wait_for_chunks;
 use crate::tile::matrix::{Matrix, WarpTile, read_pair};
 use crate::tile::roles::blocks_per_multiprocessor;

@@ -101,7 +101,7 @@ impl<const SLOPES: bool> Weight for EntmaxWeight<SLOPES> {
     const SEES_ITSELF: bool = true;
     const IN_ORDER: bool = false;
 
-    fn init_rows(args: &Thresholds, rows: &Array<usize>) -> EntmaxRowState {
+    fn init_rows(args: &Thresholds, rows: &Array<usize>, _scale: f32) -> EntmaxRowState {
         let mut tau = Array::<f32>::new(2usize);
         let mut sum = Array::<f32>::new(2usize);
         #[unroll]

@@ -9,7 +9,7 @@ use super::super::hooks::{
     Score, ScoreArgs, ScoreOf, Weight, WeightOf, four_statistics, sums_of_columns,
 };
 use super::super::mask::Mask;
-use super::super::problem::{KernelConfig, ProblemShape};
+use super::super::problem::{Causality, KernelConfig, ProblemShape};
 use super::BackwardInputs;
 use super::of_keys::{Passes, make_scores_of_keys, slopes_to_ds, weigh_scores};
 use super::query_tile::QueryTile;
@@ -210,7 +210,7 @@ pub fn dkv<A: Hooks>(
             wait(&mut s, comptime!(usize::from(with_dk)));
 
             let mut edge = (group_last > offset + first_query) | (first_query + tile > queries);
-            if comptime!(config.after_keys) {
+            if comptime!(config.causality == Causality::AllKeys) {
                 edge |= group_column + GROUP_ROWS > keys;
             }
             edge |= tile_all_from > group_column;

@@ -109,6 +109,7 @@ pub fn dkv_in_order<A: Hooks>(
             batch,
             head,
             kv_head,
+            value_head: problem.value_head(kv_head, config),
             batch_head,
             first_query,
             offset,

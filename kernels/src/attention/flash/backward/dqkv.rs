@@ -21,7 +21,7 @@ use super::super::hooks::{
     ScoreArgs, ScoreOf, Weight, WeightOf, four_statistics, sums_of_columns, sums_of_rows,
 };
 use super::super::mask::Mask;
-use super::super::problem::{KernelConfig, ProblemShape};
+use super::super::problem::{Causality, KernelConfig, ProblemShape};
 use super::BackwardInputs;
 use super::dkv::KeyGradientsOf;
 use super::dq_sums::{DqSums, dq_fragments, dq_vectors, store_row_sums, vectors_per_tile};
@@ -404,7 +404,7 @@ pub fn dqkv<A: Hooks>(
                 wait(&mut s, 1usize);
 
                 let mut edge = (group_last > offset + first_query) | (first_query + tile > queries);
-                if comptime!(config.after_keys) {
+                if comptime!(config.causality == Causality::AllKeys) {
                     edge |= group_column + GROUP_ROWS > keys;
                 }
                 if comptime!(mask.limits.any()) {

@@ -3,15 +3,17 @@
 use std::marker::PhantomData;
 
 use burn::tensor::{Element, bf16};
+use cubecl::cmma::MmaDefinition;
 use cubecl::prelude::*;
 
 use super::{Biases, Operands, Score, TileQueries};
 use crate::attention::flash::mask::{QueryBlock, QueryGroup};
 use crate::attention::flash::problem::{KernelConfig, ProblemShape};
-use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS, start_tile_abt};
-use crate::tile::{AFragments, Accumulator, Chunk, Pair};
+use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS, RowsAt, start_abt, start_tile_abt};
+use crate::tile::{AFragments, Accumulator, Chunk, Pair, load_a_frags};
 
-/// q and k unchanged, but for the queries of decoding, which are `T`'s; `G` is the type of dq and dk.
+/// q and k unchanged, but for the queries of the forward pass and of decoding, which are `T`'s; `G` is the type of dq
+/// and dk.
 pub struct PlainOperands<G: Numeric + Element = bf16, T: TileQueries = SameQueries>(
     PhantomData<(G, T)>,
 );
@@ -26,6 +28,7 @@ impl<G: Numeric + Element, T: TileQueries> Operands for PlainOperands<G, T> {
     type Decode = T::State;
 
     const Q_IN_REGISTERS: bool = false;
+    const CHANGES_QUERIES: bool = T::CHANGES_QUERIES;
     const DK_IN_REVERSE: bool = false;
     const DQ_BY_KEYS: bool = true;
     const NEEDS_EQUAL_DS: bool = false;
@@ -53,7 +56,38 @@ impl<G: Numeric + Element, T: TileQueries> Operands for PlainOperands<G, T> {
         #[comptime] fresh: bool,
         #[comptime] config: KernelConfig,
     ) {
-        start_plain_scores(s, q_tile, k_tile, at, warp, fresh, config);
+        if comptime!(T::CHANGES_QUERIES) {
+            let queries = own_queries(q_tile, warp, config);
+            start_abt(&queries, k_tile, at, s, fresh, comptime!(config.tile / 8));
+        } else {
+            start_plain_scores(s, q_tile, k_tile, at, warp, fresh, config);
+        }
+    }
+
+    fn queries_at(
+        args: &T::Args,
+        block: &QueryBlock,
+        column: usize,
+        #[comptime] config: KernelConfig,
+    ) -> RowsAt {
+        T::queries_at(args, block, column, config)
+    }
+
+    fn keys_at(
+        args: &T::Args,
+        block: &QueryBlock,
+        column: usize,
+        #[comptime] config: KernelConfig,
+    ) -> RowsAt {
+        T::keys_at(args, block, column, config)
+    }
+
+    fn changes_queries(
+        block: &QueryBlock,
+        column: usize,
+        #[comptime] config: KernelConfig,
+    ) -> bool {
+        T::changes_queries(block, column, config)
     }
 
     fn read_ahead(
@@ -177,6 +211,34 @@ impl TileQueries for SameQueries {
     type Args = ();
     type State = ();
 
+    const CHANGES_QUERIES: bool = false;
+
+    fn queries_at(
+        _args: &(),
+        block: &QueryBlock,
+        _column: usize,
+        #[comptime] _config: KernelConfig,
+    ) -> RowsAt {
+        block.queries_at()
+    }
+
+    fn keys_at(
+        _args: &(),
+        block: &QueryBlock,
+        column: usize,
+        #[comptime] _config: KernelConfig,
+    ) -> RowsAt {
+        block.keys_at(column)
+    }
+
+    fn changes_queries(
+        _block: &QueryBlock,
+        _column: usize,
+        #[comptime] _config: KernelConfig,
+    ) -> bool {
+        false.runtime()
+    }
+
     fn begin(
         _args: &(),
         _problem: &ProblemShape,
@@ -194,6 +256,18 @@ impl TileQueries for SameQueries {
         #[comptime] _config: KernelConfig,
     ) {
     }
+}
+
+/// A warp's queries of the block's tile.
+#[cube]
+fn own_queries(
+    q_tile: &SharedMemory<Chunk>,
+    warp: usize,
+    #[comptime] config: KernelConfig,
+) -> AFragments {
+    let def = MmaDefinition::<bf16, bf16, f32>::new(16usize, 8usize, 16usize);
+    let (steps, rows) = comptime!((config.padded_head_dim / 16, config.rows()));
+    load_a_frags(&def, q_tile, warp * 16, steps, rows)
 }
 
 /// Starts the product of a warpgroup's 64 rows of the block's tile and the tile at chunk `at`.

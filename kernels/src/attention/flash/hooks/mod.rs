@@ -3,7 +3,7 @@
 //!
 //! | hook | purpose | default |
 //! | --- | --- | --- |
-//! | [`Operands`] | transform q and k of a pair of tiles before their product | [`PlainOperands`]: unchanged |
+//! | [`Operands`] | where q and k of a pair of tiles are; transform them before their product | [`PlainOperands`]: unchanged |
 //! | [`Biases`] | add biases to scores by row and column | [`NoBiases`] |
 //! | [`Score`] | turn a product q·k into a score | [`ScaledScore`]: scale · q·k |
 //! | [`Weight`] | turn scores into weights and normalise rows | [`SoftmaxWeight`](super::weight::SoftmaxWeight) |
@@ -22,6 +22,7 @@ pub use self::defaults::{NoBiases, PlainOperands, ScaledScore};
 use super::mask::{QueryBlock, QueryGroup};
 use super::problem::{KernelConfig, ProblemShape};
 use crate::tile::votes::any_nonzero;
+use crate::tile::warpgroup::RowsAt;
 use crate::tile::{AFragments, Accumulator, Chunk, Pair};
 
 /// A kind's hooks, with the tensors of their launch arguments.
@@ -132,6 +133,9 @@ pub trait Operands: Send + Sync + 'static {
 
     /// Whether the forward pass holds queries in registers.
     const Q_IN_REGISTERS: bool;
+    /// Whether queries may differ between tiles of keys in the forward pass. [`Operands::start_scores`] then takes them
+    /// from their tile to registers: those of a later tile may replace them before its product ends.
+    const CHANGES_QUERIES: bool;
     /// Whether dk is summed from the last query tile to the first, with the heads of a group interleaved at
     /// each tile.
     const DK_IN_REVERSE: bool;
@@ -169,6 +173,27 @@ pub trait Operands: Send + Sync + 'static {
         #[comptime] fresh: bool,
         #[comptime] config: KernelConfig,
     );
+
+    /// Where the rows of the block's queries are that meet the keys from `column` on.
+    fn queries_at(
+        args: &Self::Args,
+        block: &QueryBlock,
+        column: usize,
+        #[comptime] config: KernelConfig,
+    ) -> RowsAt;
+
+    /// Where the rows of the keys from `column` on are.
+    fn keys_at(
+        args: &Self::Args,
+        block: &QueryBlock,
+        column: usize,
+        #[comptime] config: KernelConfig,
+    ) -> RowsAt;
+
+    /// Whether the key tile from `column` on meets other queries than the tile after it. Only called with
+    /// [`Operands::CHANGES_QUERIES`].
+    fn changes_queries(block: &QueryBlock, column: usize, #[comptime] config: KernelConfig)
+    -> bool;
 
     /// Reads the data for the key tile from `column` on.
     fn read_ahead(
@@ -281,13 +306,37 @@ pub trait Operands: Send + Sync + 'static {
     );
 }
 
-/// The queries of [`PlainOperands`] in decoding, where they may differ between tiles of keys.
+/// The queries of [`PlainOperands`] in the forward pass and in decoding, where they may differ between tiles of keys; and
+/// where the rows of both are.
 #[cube]
 pub trait TileQueries: Send + Sync + 'static {
     /// The launch arguments.
     type Args: LaunchArg + CubeType;
-    /// The state of a warp.
+    /// The state of a warp in decoding.
     type State: CubeType;
+
+    /// As [`Operands::CHANGES_QUERIES`].
+    const CHANGES_QUERIES: bool;
+
+    /// As [`Operands::queries_at`].
+    fn queries_at(
+        args: &Self::Args,
+        block: &QueryBlock,
+        column: usize,
+        #[comptime] config: KernelConfig,
+    ) -> RowsAt;
+
+    /// As [`Operands::keys_at`].
+    fn keys_at(
+        args: &Self::Args,
+        block: &QueryBlock,
+        column: usize,
+        #[comptime] config: KernelConfig,
+    ) -> RowsAt;
+
+    /// As [`Operands::changes_queries`].
+    fn changes_queries(block: &QueryBlock, column: usize, #[comptime] config: KernelConfig)
+    -> bool;
 
     /// The state before the key tile at `column`, the last one; `batch_heads` are a lane's two heads, as
     /// batch · heads + head.
@@ -506,8 +555,8 @@ pub trait Weight: Send + Sync + 'static {
     const IN_ORDER: bool;
 
     /// The state before the first key of a lane's two rows, which have these indices in
-    /// `[batch, heads, queries]`.
-    fn init_rows(args: &Self::Args, rows: &Array<usize>) -> Self::RowState;
+    /// `[batch, heads, queries]`, and whose scores are times `scale`.
+    fn init_rows(args: &Self::Args, rows: &Array<usize>, scale: f32) -> Self::RowState;
 
     /// Turns a tile's scores, times `scale`, into weights in place, updates the row state, and rescales `o`,
     /// the accumulator so far, if the row state's reference changes.

@@ -14,7 +14,7 @@ use super::op::Forgetting;
 use crate::attention::decay::{self, DecayBiases, DecaySums, Sums};
 use crate::attention::flash::hooks::{Hooks, LaunchOf, PlainOperands, ScaledScore};
 use crate::attention::flash::mask::Pruned;
-use crate::attention::flash::weight::{Sinks, SoftmaxOutput, SoftmaxWeight, sinks};
+use crate::attention::flash::weight::{SoftmaxArgs, SoftmaxOutput, SoftmaxWeight, sinks};
 use crate::attention::flash::{FlashAttention, decode as decode_one, serves_tensors};
 use crate::attention::softmax::Gradients;
 use crate::backend::Forward;
@@ -41,7 +41,7 @@ impl Hooks for DecayHooks {
 
     fn score(&self) {}
 
-    fn weight(&self) -> LaunchOf<Sinks> {
+    fn weight(&self) -> LaunchOf<SoftmaxArgs> {
         sinks(self.sinks.as_ref())
     }
 }

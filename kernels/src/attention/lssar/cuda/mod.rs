@@ -160,7 +160,7 @@ impl Weight for LssarWeight {
     const SEES_ITSELF: bool = true;
     const IN_ORDER: bool = false;
 
-    fn init_rows(args: &LssarRows, rows: &Array<usize>) -> LssarRowState {
+    fn init_rows(args: &LssarRows, rows: &Array<usize>, _scale: f32) -> LssarRowState {
         let mut gain = Array::<f32>::new(2usize);
         let mut offset = Array::<f32>::new(2usize);
         let mut sum = Array::<f32>::new(2usize);

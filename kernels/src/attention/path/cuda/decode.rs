@@ -16,8 +16,9 @@ use crate::attention::flash::decode::{KEYS_PER_WARP, WARPS};
 use crate::attention::flash::hooks::{
     Hooks, LaunchOf, NoBiases, PlainOperands, ScaledScore, TileQueries,
 };
+use crate::attention::flash::mask::QueryBlock;
 use crate::attention::flash::problem::{KernelConfig, ProblemShape};
-use crate::attention::flash::weight::{Sinks, SoftmaxWeight, sinks};
+use crate::attention::flash::weight::{SoftmaxArgs, SoftmaxWeight, sinks};
 use crate::attention::flash::{
     CacheBuffer, FlashAttention, Strides, as_u32, decode, expired, padded, strides,
 };
@@ -26,6 +27,7 @@ use crate::attention::path::token_blocks::BlockTransform;
 use crate::backend::{primitive, tensor};
 use crate::cuda::{CudaTensor, buffer, contiguous, empty, narrow, unshare, zeros};
 use crate::ops::matmul::MatMul;
+use crate::tile::warpgroup::RowsAt;
 use crate::tile::{AFragments, Bf16Pair};
 
 // A tile of keys lies in one block.
@@ -363,7 +365,7 @@ impl<B: OptionalDecay> Hooks for DecodeHooks<B> {
 
     fn score(&self) {}
 
-    fn weight(&self) -> LaunchOf<Sinks> {
+    fn weight(&self) -> LaunchOf<SoftmaxArgs> {
         sinks(None)
     }
 }
@@ -399,6 +401,34 @@ struct PartState {
 impl TileQueries for QueriesOfParts {
     type Args = PartQueries;
     type State = PartState;
+
+    const CHANGES_QUERIES: bool = false;
+
+    fn queries_at(
+        _args: &PartQueries,
+        block: &QueryBlock,
+        _column: usize,
+        #[comptime] _config: KernelConfig,
+    ) -> RowsAt {
+        block.queries_at()
+    }
+
+    fn keys_at(
+        _args: &PartQueries,
+        block: &QueryBlock,
+        column: usize,
+        #[comptime] _config: KernelConfig,
+    ) -> RowsAt {
+        block.keys_at(column)
+    }
+
+    fn changes_queries(
+        _block: &QueryBlock,
+        _column: usize,
+        #[comptime] _config: KernelConfig,
+    ) -> bool {
+        false.runtime()
+    }
 
     fn begin(
         _args: &PartQueries,

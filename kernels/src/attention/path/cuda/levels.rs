@@ -1,5 +1,7 @@
-//! The levels above blocks: at each, attention of second parts to first ones on the flash core, and the moves to the
-//! next.
+//! The levels above blocks: the moves from each to the next, and the gradients of its attention, of second parts to
+//! first ones, on the flash core.
+
+use std::marker::PhantomData;
 
 use burn::tensor::DType;
 use cubecl::cuda::CudaRuntime;
@@ -14,9 +16,7 @@ use super::parts::{Half, Level};
 use crate::attention::decay::{DecayBiases, DecaySums, OptionalDecay, SPAN};
 use crate::attention::flash::FlashAttention;
 use crate::attention::flash::hooks::{Hooks, LaunchOf, NoBiases, PlainOperands, ScaledScore};
-use crate::attention::flash::weight::{
-    Sinks, SoftmaxOutput, SoftmaxSavedRowsLaunch, SoftmaxWeight, sinks,
-};
+use crate::attention::flash::weight::{SoftmaxArgs, SoftmaxSavedRowsLaunch, SoftmaxWeight, sinks};
 use crate::cuda::{CudaTensor, buffer, empty, narrow, reshaped, zeros};
 use crate::ops::cuda::{as_u32, dims, elements};
 use crate::tile::warpgroup::GROUP_THREADS;
@@ -46,17 +46,15 @@ pub struct Masks {
     pub decay: Option<DecaySums>,
 }
 
-/// The hooks of a level.
-struct LevelHooks {
+/// The hooks of a level's gradients, with biases `B`.
+struct LevelHooks<B> {
     /// Tokens of a part.
     part: usize,
     decay: Option<DecaySums>,
+    biases: PhantomData<B>,
 }
 
-/// [`LevelHooks`] with biases `B`.
-struct WithBiases<B>(LevelHooks, std::marker::PhantomData<B>);
-
-impl<B: OptionalDecay> Hooks for WithBiases<B> {
+impl<B: OptionalDecay> Hooks for LevelHooks<B> {
     type Operands = PlainOperands;
     type Biases = B;
     type Score = ScaledScore;
@@ -65,18 +63,18 @@ impl<B: OptionalDecay> Hooks for WithBiases<B> {
     fn operands(&self) {}
 
     fn biases(&self) -> LaunchOf<B::Args> {
-        B::launch(self.0.decay.as_ref())
+        B::launch(self.decay.as_ref())
     }
 
     fn score(&self) {}
 
-    fn weight(&self) -> LaunchOf<Sinks> {
+    fn weight(&self) -> LaunchOf<SoftmaxArgs> {
         sinks(None)
     }
 
     fn block_shape(&self, (groups, tile): (usize, usize), _head_dim: usize) -> (usize, usize) {
         // A tile has the tokens of one part.
-        (groups, tile.min(self.0.part))
+        (groups, tile.min(self.part))
     }
 }
 
@@ -114,8 +112,8 @@ pub struct Saved<'a> {
 }
 
 impl Masks {
-    /// Runs `with` on the level's attention.
-    fn attention<R>(&self, level: &Level, rows: &LevelRows, with: impl LevelWork<Output = R>) -> R {
+    /// The gradients of the attention of a level's second parts to its first ones.
+    pub fn backward(&self, level: &Level, rows: &LevelRows, saved: &Saved) -> LevelGradients {
         let documents = self.documents.as_ref().map(|x| level.documents(x));
         let decay = self.decay.as_ref().map(|DecaySums { within, before }| {
             let [batch, heads, spans, _]: [usize; 4] = before.meta.shape().dims();
@@ -126,73 +124,34 @@ impl Masks {
             let before = reshaped(&before, &[sequences, heads, numbers / 2, 2]);
             DecaySums { within, before }
         });
-        let biased = decay.is_some();
-        let hooks = LevelHooks { part: level.part, decay };
-        if biased {
-            with.run(self.flash::<DecayBiases>(rows, hooks, documents.as_ref()))
-        } else {
-            with.run(self.flash::<NoBiases>(rows, hooks, documents.as_ref()))
+        let documents = documents.as_ref();
+        match decay {
+            Some(_) => self.gradients::<DecayBiases>(level, rows, decay, documents, saved),
+            None => self.gradients::<NoBiases>(level, rows, decay, documents, saved),
         }
     }
 
-    fn flash<B: OptionalDecay>(
+    fn gradients<B: OptionalDecay>(
         &self,
+        level: &Level,
         LevelRows { q, k, v }: &LevelRows,
-        hooks: LevelHooks,
+        decay: Option<DecaySums>,
         documents: Option<&CudaTensor>,
-    ) -> FlashAttention<WithBiases<B>> {
-        // Queries include the scale.
-        FlashAttention::new([q, k, v], 1.0, WithBiases(hooks, std::marker::PhantomData))
-            .after_keys()
-            .window(self.window)
-            .documents(documents)
-    }
-
-    /// The attention of a level's second parts to its first ones.
-    pub fn attend(&self, level: &Level, rows: &LevelRows) -> SoftmaxOutput {
-        self.attention(level, rows, Attend)
-    }
-
-    /// Its gradients.
-    pub fn backward(&self, level: &Level, rows: &LevelRows, saved: &Saved) -> LevelGradients {
+        saved: &Saved,
+    ) -> LevelGradients {
         let grad = level.take(saved.grad, Half::Second);
         let half = level.half(Half::Second);
         // Rows past the last token have no weight.
         let lse = level.rows(saved.lse, half, -MASKED);
         let delta = level.rows(saved.delta, half, 0.0);
-        self.attention(level, rows, Backward { grad, lse, delta })
-    }
-}
-
-/// What is done with a level's attention, with or without biases.
-trait LevelWork {
-    type Output;
-
-    fn run<B: OptionalDecay>(self, flash: FlashAttention<WithBiases<B>>) -> Self::Output;
-}
-
-struct Attend;
-
-impl LevelWork for Attend {
-    type Output = SoftmaxOutput;
-
-    fn run<B: OptionalDecay>(self, flash: FlashAttention<WithBiases<B>>) -> SoftmaxOutput {
-        flash.softmax(false)
-    }
-}
-
-struct Backward {
-    grad: CudaTensor,
-    lse: CudaTensor,
-    delta: CudaTensor,
-}
-
-impl LevelWork for Backward {
-    type Output = LevelGradients;
-
-    fn run<B: OptionalDecay>(self, flash: FlashAttention<WithBiases<B>>) -> LevelGradients {
-        let saved = || SoftmaxSavedRowsLaunch::new(buffer(&self.lse, 1), buffer(&self.delta, 1));
-        let all = flash.backward(&self.grad, saved);
+        let saved = || SoftmaxSavedRowsLaunch::new(buffer(&lse, 1), buffer(&delta, 1));
+        let hooks = LevelHooks::<B> { part: level.part, decay, biases: PhantomData };
+        // Queries include the scale.
+        let all = FlashAttention::new([q, k, v], 1.0, hooks)
+            .after_keys()
+            .window(self.window)
+            .documents(documents)
+            .backward(&grad, saved);
         LevelGradients {
             dq: all.dq,
             dk: all.dk,

@@ -1,27 +1,31 @@
 //! PaTH on CUDA's tensor cores, in bf16, in memory linear in seq_len but for a logarithm (`docs/path.md`): kernels for
-//! blocks of 64 tokens, and for each level above them attention on the flash core and moves by products with transforms.
+//! blocks of 64 tokens, moves to the levels above them by products with transforms, and attention on the flash core,
+//! forward over all levels at once, backward level by level.
 
 // Device code has no `div_ceil` or `is_multiple_of`.
 #![allow(clippy::manual_div_ceil, clippy::manual_is_multiple_of)]
 
+mod attend;
 mod blocks;
 mod decode;
-mod join;
 mod levels;
 mod moves;
 mod moves_back;
 mod parts;
 mod split;
+mod sums;
 
 use burn::tensor::DType;
 
-use self::blocks::{BLOCK, BlockGrads, BlockUpstream, Blocks, OwnAttention};
+use self::attend::attend;
+use self::blocks::{BLOCK, BlockGrads, BlockUpstream, Blocks};
 pub use self::decode::{PathKvCache, Tokens};
-use self::join::{join_attention, sum_of_levels};
 use self::levels::{Masks, Moved, MovedGradients, Saved, middle};
 use self::parts::{Half, Level};
+use self::sums::sum_of_levels;
 use super::op::Path;
 use crate::attention::decay::{self, DecaySums};
+use crate::attention::flash::weight::SoftmaxOutput;
 use crate::attention::flash::{self, Heads, row_dots};
 use crate::backend::Forward;
 use crate::cuda::{CudaTensor, reshaped, zeros};
@@ -33,8 +37,8 @@ pub fn serves(dtype: DType, batch: usize, heads: usize, head_dim: usize) -> bool
 }
 
 /// The most sequences of `seq_len` tokens, with [query heads, kv heads] of `head_dim` channels, in one call: a grid has
-/// at most 65,535 blocks along its second dimension, where a level's pairs of parts are sequences of their own; and see
-/// [`Blocks::most_tokens`].
+/// at most 65,535 blocks along its second dimension, where in the backward pass a level's pairs of parts are sequences of
+/// their own; and see [`Blocks::most_tokens`].
 pub fn most_sequences(heads: [usize; 2], head_dim: usize, seq_len: usize) -> usize {
     let of_grid = 65_535 / (heads[0] * seq_len.div_ceil(2 * BLOCK).max(1));
     let of_blocks = Blocks::most_tokens(heads, head_dim) / seq_len.next_multiple_of(BLOCK).max(1);
@@ -54,17 +58,16 @@ pub fn saved_bytes([heads, kv_heads]: [usize; 2], head_dim: usize, seq_len: usiz
 }
 
 /// One call: its blocks, and the levels above them.
-struct Call<'a> {
-    v: &'a CudaTensor,
+struct Call {
     blocks: Blocks,
     masks: Masks,
     levels: Vec<Level>,
 }
 
-impl<'a> Call<'a> {
+impl Call {
     fn new(
         op: &Path,
-        [q, k, v, w, beta]: [&'a CudaTensor; 5],
+        [q, k, v, w, beta]: [&CudaTensor; 5],
         decay: Option<&CudaTensor>,
         documents: Option<&CudaTensor>,
     ) -> Self {
@@ -80,7 +83,7 @@ impl<'a> Call<'a> {
             .decay(decay.as_ref());
         let masks = Masks { window: op.window, documents, decay };
         let levels = Level::all(batch, tokens.next_multiple_of(BLOCK), BLOCK);
-        Call { v, blocks, masks, levels }
+        Call { blocks, masks, levels }
     }
 }
 
@@ -102,15 +105,10 @@ pub(super) fn forward(
         return None;
     }
     let call = Call::new(op, inputs, decay, documents);
-    let (of_blocks, OwnAttention { o, lse }) = call.blocks.forward();
+    let (of_blocks, own) = call.blocks.forward();
     let moved = Moved::new(&call.levels, &of_blocks);
-    let of_levels = call.levels.iter().enumerate().map(|(i, level)| {
-        let rows = moved.rows(&call.levels, i, call.v);
-        call.masks.attend(level, &rows)
-    });
-    let of_levels: Vec<_> = of_levels.collect();
-    let mut output = join_attention(&o, &lse, &call.levels, &of_levels);
-    output.meta.swap(1, 2);
+    let [q, k, v, ..] = inputs;
+    let SoftmaxOutput { o: output, lse, .. } = attend([q, k, v], own, &moved, &call.masks);
     let mut saved = vec![];
     if needs {
         let Moved { q, k, blocks, above } = &moved;
@@ -164,7 +162,7 @@ pub(super) fn backward(
         of_values.push(of_scores.dv);
     }
     of_values.reverse();
-    let d_v = sum_of_levels(q, of_vectors[1], &call.levels, &of_values);
+    let d_v = sum_of_levels(q, of_vectors[1], &of_values);
     let gradients = gradients.unwrap_or_else(|| MovedGradients::last(q, of_vectors, None));
     let BlockGrads { q, k, v, w, beta } = call.blocks.backward(
         inverses,

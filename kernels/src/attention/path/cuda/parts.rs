@@ -115,7 +115,7 @@ impl Level {
     /// where it reaches past the end.
     pub fn rows(&self, x: &CudaTensor, stretch: Stretch, past: f32) -> CudaTensor {
         let [_, heads, length]: [usize; 3] = x.meta.shape().dims();
-        let Stretch { first, length: taken, between } = stretch;
+        let taken = stretch.length;
         let rows = empty(x, &[self.sequences(), heads, taken], DType::F32);
         let count = self.sequences() * heads * taken;
         // SAFETY: a thread writes one number, and reads within the tensor.
@@ -126,15 +126,7 @@ impl Level {
                 dim(THREADS),
                 buffer(x, 1),
                 buffer(&rows, 1),
-                RowsLaunch::new(
-                    self.pairs() as u32,
-                    heads as u32,
-                    as_u32(length),
-                    as_u32(first),
-                    as_u32(taken),
-                    as_u32(between),
-                    as_u32(count),
-                ),
+                self.stretches(stretch, heads, length),
                 past,
             );
         }
@@ -146,8 +138,7 @@ impl Level {
     pub fn add_rows(&self, x: &CudaTensor, added: &CudaTensor, stretch: Stretch, from: usize) {
         let [_, heads, length]: [usize; 3] = x.meta.shape().dims();
         let of_row = added.meta.shape()[2];
-        let Stretch { first, length: taken, between } = stretch;
-        let count = self.sequences() * heads * taken;
+        let count = self.sequences() * heads * stretch.length;
         // SAFETY: a thread changes one number.
         unsafe {
             add_rows::launch_unchecked::<CudaRuntime>(
@@ -156,19 +147,25 @@ impl Level {
                 dim(THREADS),
                 buffer(x, 1),
                 buffer(added, 1),
-                RowsLaunch::new(
-                    self.pairs() as u32,
-                    heads as u32,
-                    as_u32(length),
-                    as_u32(first),
-                    as_u32(taken),
-                    as_u32(between),
-                    as_u32(count),
-                ),
+                self.stretches(stretch, heads, length),
                 as_u32(of_row),
                 as_u32(from),
             );
         }
+    }
+
+    /// The stretches of `heads` heads with `length` numbers each, as an argument.
+    fn stretches(
+        &self,
+        Stretch { first, length: taken, between }: Stretch,
+        heads: usize,
+        length: usize,
+    ) -> RowsLaunch<CudaRuntime> {
+        let count = self.sequences() * heads * taken;
+        let [pairs, heads] = [self.pairs(), heads].map(as_u32);
+        let [length, first, taken, between, count] =
+            [length, first, taken, between, count].map(as_u32);
+        RowsLaunch::new(pairs, heads, length, first, taken, between, count)
     }
 
     /// One number per token of a pair's half.

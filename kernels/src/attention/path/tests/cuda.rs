@@ -73,6 +73,16 @@ fn gradients_with_windows_and_documents_agree_with_recurrences() {
             check(&Case { window, documents, ..case }, 0.01);
         }
     }
+    // Two blocks of queries in a thread block, of which one or both see no key before their block.
+    for (head_dim, window, documents) in [
+        (128, None, &[0, 64, 192][..]),
+        (128, None, &[0, 128, 330]),
+        (128, Some(70), &[0]),
+        (96, Some(200), &[0, 64]),
+    ] {
+        let case = case("masks of wide heads", Sample::new(350, head_dim));
+        check(&Case { window, documents, ..case }, 0.01);
+    }
 }
 
 /// A prompt of many blocks, then tokens through which parts of several sizes merge, with and without a window.

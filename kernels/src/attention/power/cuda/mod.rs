@@ -1,6 +1,6 @@
 //! Power attention on CUDA. The attention form is softmax attention on the flash core: its scores are p·ln|q·k|, and
-//! the decay is a bias. The [chunked form](chunked) uses it for the near keys. The scale of scores cancels, so it is 1
-//! here.
+//! the decay is a bias. The [chunked form](chunked), and what decodes [token by token](recurrent) from its sums, use it
+//! for the near keys. The scale of scores cancels, so it is 1 here.
 //!
 //! The forward pass takes the logarithm of each product. The backward pass needs the product's sign, which its
 //! logarithm lacks. It forms t = s · exp((c_i − c_j − lse_i) / p), whose p-th power is the weight, and whose
@@ -16,19 +16,21 @@
 pub(super) mod chunked;
 mod decode;
 mod gradients;
+mod join;
+mod recurrent;
 mod score;
 
 use burn::tensor::{DType, Shape};
 use cubecl::zspace::metadata::Metadata;
 
-use self::chunked::{Chunked, Saved};
-pub(super) use self::decode::PowerKvCache;
+use self::chunked::{Chunked, Saved, States};
+pub(super) use self::decode::{PowerKvCache, PowerTokens};
 use self::gradients::{of_log_decay, rounded_with_dots};
 use self::score::{Exponent, ExponentLaunch, PowerScore};
 use super::op::PowerAttention;
 use crate::attention::decay::{DecayBiases, DecaySums, Sums};
 use crate::attention::flash::hooks::{Hooks, LaunchOf, NoBiases, PlainOperands};
-use crate::attention::flash::weight::{Sinks, SoftmaxOutput, SoftmaxWeight, sinks};
+use crate::attention::flash::weight::{SoftmaxArgs, SoftmaxOutput, SoftmaxWeight, sinks};
 use crate::attention::flash::{FlashAttention, Gradients, decode as decode_one, serves_tensors};
 use crate::backend::Forward;
 use crate::cuda::{CudaTensor, reshaped};
@@ -52,7 +54,7 @@ impl Hooks for PowerHooks {
         ExponentLaunch::new(self.p)
     }
 
-    fn weight(&self) -> LaunchOf<Sinks> {
+    fn weight(&self) -> LaunchOf<SoftmaxArgs> {
         sinks(None)
     }
 
@@ -83,7 +85,7 @@ impl Hooks for GatedPowerHooks {
         ExponentLaunch::new(self.p)
     }
 
-    fn weight(&self) -> LaunchOf<Sinks> {
+    fn weight(&self) -> LaunchOf<SoftmaxArgs> {
         sinks(None)
     }
 
@@ -173,6 +175,41 @@ fn group(q: &CudaTensor, k: &CudaTensor) -> usize {
     q.meta.shape()[1] / k.meta.shape()[1]
 }
 
+/// Outputs of whole sequences.
+struct Whole {
+    /// `[batch, heads, tokens, head_dim]`
+    o: CudaTensor,
+    /// As in [`SoftmaxOutput`].
+    lse: CudaTensor,
+    /// With a gate.
+    sums: Option<DecaySums>,
+    /// In the chunked form.
+    far: Option<(Saved, States)>,
+}
+
+/// Attention over whole sequences, where the kernels serve them. The arguments are those of [`forward`].
+fn whole(
+    op: &PowerAttention,
+    inputs: [&CudaTensor; 3],
+    log_decay: Option<&CudaTensor>,
+    documents: Option<&CudaTensor>,
+    needs: bool,
+) -> Option<Whole> {
+    if !serves_tensors(inputs) || log_decay.is_some_and(|x| x.dtype != DType::F32) {
+        return None;
+    }
+    let [q, k, _] = inputs;
+    let sums = log_decay.map(|x| DecaySums::new(&by_query_head(x, group(q, k))));
+    let Some(chunked) = op.chunked(q, k) else {
+        let [o, lse] = op.run(inputs, sums.clone(), documents, needs);
+        return Some(Whole { o, lse, sums, far: None });
+    };
+    let starts = chunked.near_starts(q, documents);
+    let [o, lse] = op.run(inputs, sums.clone(), Some(&starts), true);
+    let far = chunked.add_far(inputs, log_decay, documents, [&o, &lse]);
+    Some(Whole { o, lse, sums, far: Some(far) })
+}
+
 /// See [`Op::cuda_forward`](crate::backend::Op::cuda_forward).
 pub(super) fn forward(
     op: &PowerAttention,
@@ -181,28 +218,13 @@ pub(super) fn forward(
     documents: Option<&CudaTensor>,
     needs: bool,
 ) -> Option<Forward<CudaTensor>> {
-    if !serves_tensors(inputs) || log_decay.is_some_and(|x| x.dtype != DType::F32) {
-        return None;
-    }
-    let [q, k, _] = inputs;
-    let sums = log_decay.map(|x| DecaySums::new(&by_query_head(x, group(q, k))));
-    let mut more = vec![];
-    let [o, lse] = match op.chunked(q, k) {
-        None => op.run(inputs, sums.clone(), documents, needs),
-        Some(chunked) => {
-            let starts = chunked.near_starts(q, documents);
-            let [o, lse] = op.run(inputs, sums.clone(), Some(&starts), true);
-            let Saved { factors, until_end, totals } =
-                chunked.add_far(inputs, log_decay, documents, [&o, &lse]);
-            more = vec![factors, until_end, totals];
-            [o, lse]
-        }
-    };
+    let Whole { o, lse, sums, far } = whole(op, inputs, log_decay, documents, needs)?;
     let output = o.clone();
     let saved = if needs {
         let sums = sums.map(|DecaySums { within, before }| [within, before]);
+        let far = far.map(|(Saved { factors, until_end, totals }, _)| [factors, until_end, totals]);
         let all = inputs.map(Clone::clone).into_iter().chain([o, lse]);
-        all.chain(more).chain(sums.into_iter().flatten()).collect()
+        all.chain(far.into_iter().flatten()).chain(sums.into_iter().flatten()).collect()
     } else {
         vec![]
     };

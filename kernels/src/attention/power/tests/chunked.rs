@@ -13,19 +13,19 @@ use crate::{Cpu, Cuda};
 
 /// A case's shapes, sizes and decays.
 #[derive(Clone, Debug)]
-struct Case {
-    batch: usize,
-    heads: usize,
-    kv_heads: usize,
-    tokens: usize,
-    head_dim: usize,
-    chunk: usize,
+pub(super) struct Case {
+    pub batch: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub tokens: usize,
+    pub head_dim: usize,
+    pub chunk: usize,
     /// The largest channel of q and k.
-    size: f32,
+    pub size: f32,
     /// Logits of the gate, in turn; empty for none.
-    logits: Vec<f32>,
+    pub logits: Vec<f32>,
     /// The tokens at which documents start.
-    starts: Vec<usize>,
+    pub starts: Vec<usize>,
 }
 
 impl Default for Case {
@@ -46,15 +46,15 @@ impl Default for Case {
 
 /// Inputs of a case, in bf16: q, k, v and dO, and the gate's logits.
 #[derive(Clone)]
-struct Numbers {
-    heads: [Vec<f32>; 4],
-    logits: Vec<f32>,
+pub(super) struct Numbers {
+    pub heads: [Vec<f32>; 4],
+    pub logits: Vec<f32>,
 }
 
 const NAMES: [&str; 5] = ["o", "dq", "dk", "dv", "the gate's gradient"];
 
 impl Case {
-    fn numbers(&self) -> Numbers {
+    pub fn numbers(&self) -> Numbers {
         let mut rng = ChaCha8Rng::seed_from_u64(11);
         let mut random = |heads: usize, size: f32| {
             let count = self.batch * heads * self.tokens * self.head_dim;
@@ -71,12 +71,12 @@ impl Case {
         Numbers { heads, logits }
     }
 
-    fn config(&self, form: Form) -> Config {
+    pub fn config(&self, form: Form) -> Config {
         let chunk = Some(self.chunk);
         Config { rope: false, gate: !self.logits.is_empty(), form, chunk, ..Config::default() }
     }
 
-    fn shape(&self) -> AttentionShape {
+    pub fn shape(&self) -> AttentionShape {
         let (heads, kv_heads, head_dim) = (self.heads, self.kv_heads, self.head_dim);
         AttentionShape::new(heads * head_dim, heads, kv_heads, head_dim)
     }
@@ -90,21 +90,38 @@ impl Case {
         (!self.starts.is_empty()).then(|| Tensor::from_data(data, &Default::default()))
     }
 
-    /// o, dq, dk, dv and, with a gate, the gradient of its logits.
-    fn run<B: OpBackend>(&self, numbers: &Numbers, form: Form, dtype: FloatDType) -> Vec<Vec<f32>> {
+    /// q, k and v, and the gate's logits.
+    pub fn inputs<B: OpBackend>(&self, numbers: &Numbers, dtype: FloatDType) -> Inputs<B> {
         let device = Default::default();
-        let heads = [self.heads, self.kv_heads, self.kv_heads, self.heads];
+        let heads = [self.heads, self.kv_heads, self.kv_heads];
         let mut tensors = numbers.heads.iter().zip(heads).map(|(x, heads)| {
             let data = TensorData::new(x.clone(), [self.batch, heads, self.tokens, self.head_dim]);
-            Tensor::<Autodiff<B>, 4>::from_data(data, &device).cast(dtype).require_grad()
+            Tensor::<B, 4>::from_data(data, &device).cast(dtype)
         });
-        let [q, k, v, dy] = std::array::from_fn(|_| tensors.next().unwrap());
-        let config = self.config(form);
-        let logits = config.gate.then(|| {
+        let [q, k, v] = std::array::from_fn(|_| tensors.next().unwrap());
+        let logits = (!self.logits.is_empty()).then(|| {
             let data =
                 TensorData::new(numbers.logits.clone(), [self.batch, self.tokens, self.kv_heads]);
-            Tensor::<Autodiff<B>, 3>::from_data(data, &device).cast(dtype).require_grad()
+            Tensor::<B, 3>::from_data(data, &device).cast(dtype)
         });
+        Inputs { q, k, v, projections: logits.into_iter().collect(), parameters: vec![] }
+    }
+
+    /// o, dq, dk, dv and, with a gate, the gradient of its logits.
+    pub fn run<B: OpBackend>(
+        &self,
+        numbers: &Numbers,
+        form: Form,
+        dtype: FloatDType,
+    ) -> Vec<Vec<f32>> {
+        let Inputs { q, k, v, projections, .. } = self.inputs::<Autodiff<B>>(numbers, dtype);
+        let [q, k, v] = [q, k, v].map(Tensor::require_grad);
+        let logits = projections.into_iter().next().map(Tensor::require_grad);
+        let data = TensorData::new(
+            numbers.heads[3].clone(),
+            [self.batch, self.heads, self.tokens, self.head_dim],
+        );
+        let dy = Tensor::<Autodiff<B>, 4>::from_data(data, &Default::default()).cast(dtype);
         let inputs = Inputs {
             q: q.clone(),
             k: k.clone(),
@@ -112,6 +129,7 @@ impl Case {
             projections: logits.clone().into_iter().collect(),
             parameters: vec![],
         };
+        let config = self.config(form);
         let o = dispatch::attend(&config, &self.shape(), inputs, self.documents());
         let grads = (o.clone() * dy).sum().backward();
         let of = |x: Tensor<B, 4>| x.cast(FloatDType::F32).into_data().to_vec().unwrap();
@@ -146,7 +164,7 @@ impl Case {
         got
     }
 
-    fn assert_close(&self, want: &[Vec<f32>], got: &[Vec<f32>], allowed: f64) {
+    pub fn assert_close(&self, want: &[Vec<f32>], got: &[Vec<f32>], allowed: f64) {
         for ((name, want), got) in NAMES.iter().zip(want).zip(got) {
             assert!(got.iter().all(|x| x.is_finite()), "{self:?}: {name} is not finite");
             let square = |x: f32| f64::from(x).powi(2);

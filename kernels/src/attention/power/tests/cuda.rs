@@ -140,8 +140,7 @@ fn queries_without_a_score_get_nothing_and_pass_no_gradient() {
     }
 }
 
-/// The cache turns into the reference's state at `switch_len`, inside a piece and between single tokens, or begins as
-/// that of a long prefill.
+/// Inside a piece and between single tokens. Without kernels, the cache turns into the reference's state.
 #[test]
 #[ignore = "needs a GPU"]
 fn decoding_goes_on_in_the_chunked_form() {
@@ -149,9 +148,9 @@ fn decoding_goes_on_in_the_chunked_form() {
         let config = Config { gate, switch_len: Some(90), chunk: Some(16), ..Config::default() };
         in_bf16::decodes_at::<Config, Cuda>(&config, [4, 2, 64, 2, 120]);
         in_bf16::decodes_at::<Config, Cuda>(&config, [4, 2, 64, 2, 93]);
-        // The first piece, 132 tokens, is a prefill by the kernels.
-        let config = Config { switch_len: Some(100), chunk: Some(128), ..config };
-        in_bf16::decodes_at::<Config, Cuda>(&config, [4, 2, 64, 2, 205]);
+        let config = Config { switch_len: Some(270), chunk: Some(128), ..config };
+        in_bf16::decodes_at::<Config, Cuda>(&config, [4, 2, 64, 2, 300]);
+        in_bf16::decodes_at::<Config, Cuda>(&config, [4, 2, 64, 2, 273]);
     }
 }
 
@@ -174,7 +173,10 @@ fn the_kernels_serve_the_attention_form_and_large_chunks_of_squares() {
         (auto, windowed, Some(100_000), kernel),
         (form(Form::Attention), shape, Some(100_000), kernel),
         (form(Form::Chunked), shape, Some(10), kernel),
-        (form(Form::Chunked), shape, None, ExecPath::Reference),
+        (form(Form::Chunked), shape, None, kernel),
+        (form(Form::Chunked), narrow, None, ExecPath::Reference),
+        (Config { chunk: Some(192), ..form(Form::Chunked) }, shape, None, ExecPath::Reference),
+        (Config { p: 4, ..form(Form::Chunked) }, shape, None, ExecPath::Reference),
     ] {
         let found = ExecPath::of(&config, Kernel::CUDA_BF16, &shape, 1, seq_len);
         assert_eq!(found, want, "{config:?}, {seq_len:?}");

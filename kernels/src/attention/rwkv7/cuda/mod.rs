@@ -225,7 +225,7 @@ pub fn forward(
     }
     let call = Call::new(inputs, ints);
     let recurrence = call.recurrence();
-    let (o, saved) = recurrence.forward();
+    let (o, saved) = recurrence.forward(DType::BF16);
     Some(call.finished(inputs, &recurrence, o, saved, save))
 }
 
@@ -244,7 +244,7 @@ pub fn forward_from(
     let Tokens { batch, heads, channels: d, .. } = call.of_keys();
     let recurrence = call.recurrence();
     let before = before.map(|state| reshaped(state, &[batch * heads, d, d]));
-    let (o, saved, after) = recurrence.forward_from(before.as_ref());
+    let (o, saved, after) = recurrence.forward_from(DType::BF16, before.as_ref());
     let forward = call.finished(inputs, &recurrence, o, saved, save);
     Some((forward, reshaped(&after, &[batch, heads, d, d])))
 }

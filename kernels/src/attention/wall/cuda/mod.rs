@@ -29,7 +29,7 @@ use crate::attention::decay::{self, DecayBiases, DecaySums, OptionalDecay};
 use crate::attention::flash::hooks::{Hooks, LaunchOf, NoBiases, ScaledScore};
 use crate::attention::flash::mask::Pruned;
 use crate::attention::flash::ragged::RaggedKv;
-use crate::attention::flash::weight::{Sinks, SoftmaxOutput, SoftmaxWeight, sinks};
+use crate::attention::flash::weight::{SoftmaxArgs, SoftmaxOutput, SoftmaxWeight, sinks};
 use crate::attention::flash::{
     FlashAttention, Gradients as RelativeGradients, Heads, PAIR, decode as decode_one, padded,
     serves_tensors, strides,
@@ -77,7 +77,7 @@ impl<B: OptionalDecay> Hooks for GatedHooks<B> {
 
     fn score(&self) {}
 
-    fn weight(&self) -> LaunchOf<Sinks> {
+    fn weight(&self) -> LaunchOf<SoftmaxArgs> {
         sinks(self.sinks.as_ref())
     }
 

@@ -23,7 +23,7 @@ use crate::attention::flash::decode::{KEYS_PER_WARP, WARPS};
 use crate::attention::flash::hooks::Operands;
 use crate::attention::flash::mask::{QueryBlock, QueryGroup};
 use crate::attention::flash::problem::{KernelConfig, ProblemShape};
-use crate::tile::warpgroup::{GROUP_ROWS, start_abt};
+use crate::tile::warpgroup::{GROUP_ROWS, RowsAt, start_abt};
 use crate::tile::{AFragments, Accumulator, Bf16Pair, Chunk, Pair, load_a_frags, stage_to_smem};
 
 /// Tokens of a tile of gates.
@@ -271,6 +271,7 @@ impl Operands for GatedOperands {
     type Decode = GatedDecode;
 
     const Q_IN_REGISTERS: bool = true;
+    const CHANGES_QUERIES: bool = false;
     const DK_IN_REVERSE: bool = true;
     const DQ_BY_KEYS: bool = false;
     /// The gate's gradient is a sum of q ⊙ dq − k ⊙ dk, where pairs of later tokens cancel.
@@ -316,6 +317,32 @@ impl Operands for GatedOperands {
         rescale(&mut state.q, &state.here, &state.next, &mut state.factors, warp, gated);
         copy(&state.next, &mut state.here, gated);
         start_abt(&state.q, k_tile, at, s, fresh, comptime!(config.tile / 8));
+    }
+
+    fn queries_at(
+        _args: &Gates,
+        block: &QueryBlock,
+        _column: usize,
+        #[comptime] _config: KernelConfig,
+    ) -> RowsAt {
+        block.queries_at()
+    }
+
+    fn keys_at(
+        _args: &Gates,
+        block: &QueryBlock,
+        column: usize,
+        #[comptime] _config: KernelConfig,
+    ) -> RowsAt {
+        block.keys_at(column)
+    }
+
+    fn changes_queries(
+        _block: &QueryBlock,
+        _column: usize,
+        #[comptime] _config: KernelConfig,
+    ) -> bool {
+        false.runtime()
     }
 
     fn read_ahead(

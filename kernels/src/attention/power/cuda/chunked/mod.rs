@@ -38,10 +38,12 @@ use self::contract::ContractArraysLaunch;
 use self::factors::{DecaySizesLaunch, DecaySources, DecaysLaunch};
 use self::read::{ReadArraysLaunch, ReadConfig, ReadSizesLaunch};
 use self::scan::{ScanConfig, ScanInputsLaunch, ScanSizesLaunch};
-use self::slab::{SLAB, StateLayout};
+pub use self::slab::{SLAB, StateLayout, next_tiles, tiles_of};
 use super::group;
 use crate::attention::flash::{Gradients, Heads, row_dots};
-use crate::cuda::{CudaTensor, buffer, contiguous, empty, multiprocessors, zeros};
+use crate::cuda::{
+    CudaTensor, buffer, contiguous, empty, multiprocessors, narrow, reshaped, zeros,
+};
 use crate::ops::cuda::{THREADS, as_u32, blocks, dim, elements, integers, nothing};
 use crate::tile::CHUNK;
 
@@ -72,7 +74,21 @@ pub struct Saved {
 }
 
 /// The states of chunks, or their gradients, `[batch · kv_heads, chunks − 2, layout.rows(), head_dim]` in bf16.
-struct States(Heads);
+pub struct States(Heads);
+
+impl States {
+    /// Their number.
+    pub fn count(&self) -> usize {
+        self.0.dims[1]
+    }
+
+    /// The last one, `[batch · kv_heads, layout.rows(), head_dim]`.
+    pub fn last(&self) -> CudaTensor {
+        let [rows, count, channels, head_dim] = self.0.dims;
+        let last = narrow(&self.0.tensor, 1, count - 1..count);
+        reshaped(&last, &[rows, channels, head_dim])
+    }
+}
 
 /// One call.
 pub struct Chunked {
@@ -334,20 +350,21 @@ impl Chunked {
         launch(self, [x, values], states, [by, moments], &gradients, of_queries);
     }
 
-    /// Makes o and its log-sum-exp over the near keys those over all keys.
+    /// Makes o and its log-sum-exp over the near keys those over all keys. Returns what the backward pass needs, and the
+    /// states.
     pub fn add_far(
         &self,
         [q, k, v]: [&CudaTensor; 3],
         log_decay: Option<&CudaTensor>,
         documents: Option<&CudaTensor>,
         [o, lse]: [&CudaTensor; 2],
-    ) -> Saved {
+    ) -> (Saved, States) {
         let [reads, until_end, totals] = self.decays(q, log_decay, documents);
         let factors = zeros(q, &[self.batch, self.heads, self.tokens], DType::F32);
         let [q, k, v] = [q, k, v].map(Heads::new);
         let states = self.states([&k, &v], &until_end, &totals);
         self.read(&q, &states, &reads, o, Some([lse, &factors]));
-        Saved { factors, until_end, totals }
+        (Saved { factors, until_end, totals }, states)
     }
 
     /// Adds what far keys contribute to the gradients of q, k and v.

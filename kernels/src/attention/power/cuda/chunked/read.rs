@@ -8,10 +8,11 @@ use super::slab::{
     SLAB, StateLayout, expand_rows, next_tiles, own_pair, place_of, slab_frags, tiles_of,
 };
 use crate::attention::flash::HeadPairs;
+use crate::attention::power::cuda::join::{join, least_weight};
 use crate::tile::warpgroup::{GROUP_WARPS, Pipeline, start_pb, wait};
 use crate::tile::{
-    ALIGN, Accumulator, CHUNK, Chunk, MASKED, PANEL, Pair, bytes, define_exp2, exp2, load_a_frag,
-    log2, sum_of_four, zeros,
+    ALIGN, Accumulator, CHUNK, Chunk, PANEL, Pair, bytes, define_exp2, load_a_frag, sum_of_four,
+    zeros,
 };
 
 /// Warps of a block.
@@ -208,8 +209,7 @@ pub fn read_states(arrays: &mut ReadArrays, sizes: ReadSizes, #[comptime] config
                 square += x[0] * x[0] + x[1] * x[1];
             }
             weights[r] = sum_of_four(sum);
-            let most = sum_of_four(square) * trace;
-            least[r] = max(most * RESOLUTION, f32::cast_from(LEAST_WEIGHT));
+            least[r] = least_weight(sum_of_four(square), trace);
         }
     }
 
@@ -265,13 +265,6 @@ pub fn read_states(arrays: &mut ReadArrays, sizes: ReadSizes, #[comptime] config
     }
 }
 
-/// A sum of far weights below this part of the largest that |x| and the keys' norms allow, Σ w |x|² |k|², is rounding
-/// errors: those of M, in bf16, have about half of it.
-const RESOLUTION: f32 = 1.0 / 32_768.0;
-
-/// The least sum of far weights that counts: what is divided by it stays finite.
-const LEAST_WEIGHT: f32 = 1e-30;
-
 /// The sum over the diagonal of a slab of M that has been loaded.
 #[cube]
 fn trace_of(pipeline: &Pipeline, #[comptime] slab: usize, #[comptime] layout: StateLayout) -> f32 {
@@ -290,25 +283,4 @@ fn trace_of(pipeline: &Pipeline, #[comptime] slab: usize, #[comptime] layout: St
         }
     }
     plane_sum(sum)
-}
-
-/// The factors of the near keys' output and of what a query reads from the state, and the log-sum-exp of all keys.
-///
-/// - `near`: that of the near keys, or −[`MASKED`] if none has a weight
-/// - `decay`: log₂ of the state's decay
-/// - `weight`: the sum of the state's weights, which counts from `least` on
-#[cube]
-fn join(near: f32, decay: f32, weight: f32, least: f32) -> (f32, f32, f32) {
-    let no_near = near >= f32::cast_from(-MASKED);
-    let no_far = (weight < least) | (decay < f32::cast_from(MASKED / 2f32));
-    let weight = select(no_far, 1f32, weight);
-    let far = select(no_far, f32::cast_from(MASKED), decay + log2(weight));
-    let most = max(select(no_near, f32::cast_from(MASKED), near), far);
-    let of_near = select(no_near, 0f32, exp2(near - most));
-    let of_far = select(no_far, 0f32, exp2(far - most));
-    let total = of_near + of_far;
-    let nothing = no_near & no_far;
-    let inverse = select(nothing, 0f32, 1f32 / total);
-    let lse = select(nothing, f32::cast_from(-MASKED), most + log2(total));
-    (of_near * inverse, of_far * inverse / weight, lse)
 }

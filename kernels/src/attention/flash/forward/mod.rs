@@ -3,10 +3,15 @@
 //! pace and starts the next tile's scores before it waits for this tile's product with V (Shah et al.,
 //! "FlashAttention-3", 2024, section 3).
 
+mod loads;
+
 use burn::tensor::bf16;
 use cubecl::prelude::*;
 
-use super::heads::HeadQuads;
+use self::loads::{
+    Tiles, changes_queries, load, load_later, load_queries, skip_tiles, start_first,
+};
+use super::heads::{HeadPairs, HeadQuads};
 use super::hooks::{
     BiasArgs, Biases, BiasesOf, Hooks, OperandArgs, Operands, OperandsOf, Score, ScoreArgs,
     ScoreOf, StatisticsOf, Weight, WeightArgs, WeightOf, adds_something, sparse,
@@ -17,8 +22,8 @@ use super::problem::{KernelConfig, ProblemShape};
 use crate::tile::roles::blocks_per_multiprocessor;
 use crate::tile::warpgroup::{GROUP_WARPS, Pipeline, start_pb, to_a_frags, uninit, wait};
 use crate::tile::{
-    ALIGN, Accumulator, CHUNK, Chunk, MASKED, PANEL_DIM, Pair, all_of_block, bytes, define_exp2,
-    zeros,
+    ALIGN, Accumulator, CHUNK, Chunk, MASKED, PANEL_DIM, Pair, all_of_block, define_exp2,
+    release_tile, zeros,
 };
 
 /// q and k, `[batch, heads or kv_heads, tokens, head_dim]`, and v, `[batch, value heads, tokens, value_dim]`.
@@ -32,7 +37,7 @@ pub struct Qkv {
     pub v: TensorMap<bf16, Tiled>,
 }
 
-/// o, and the row statistics of the weights.
+/// o, and the row statistics of the weights; `earlier` is the output over other keys, from which rows go on.
 ///
 /// Grid: blocks of queries, batch · heads.
 #[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
@@ -43,6 +48,7 @@ pub fn forward<A: Hooks>(
     biases: &BiasArgs<A>,
     score: &ScoreArgs<A>,
     weight: &WeightArgs<A>,
+    earlier: &ComptimeOption<HeadPairs<f32>>,
     o: &mut HeadQuads<bf16>,
     statistics: &mut StatisticsOf<A>,
     carries: &mut ComptimeOption<SavedCarries>,
@@ -52,13 +58,15 @@ pub fn forward<A: Hooks>(
     define_exp2();
     let KernelConfig { padded_head_dim: dim, padded_value_dim: value_dim, warps, tile, .. } =
         comptime!(config);
-    if comptime!(sparse::<A>() && warps == GROUP_WARPS && dim.max(value_dim) == PANEL_DIM) {
-        // As many as without votes, which take registers.
+    let changes = comptime!(OperandsOf::<A>::CHANGES_QUERIES);
+    let with_biases = comptime!(BiasesOf::<A>::ENABLED);
+    let limited = comptime!(sparse::<A>() || changes && !with_biases);
+    if comptime!(limited && warps == GROUP_WARPS && dim.max(value_dim) == PANEL_DIM) {
+        // As many blocks as without votes or queries in registers. With biases too, three do not fit.
         blocks_per_multiprocessor(comptime!("forward".to_string()), comptime!(32 * warps), 3usize);
     }
     let rows = comptime!(config.rows());
     let (n_keys, n_dim) = comptime!((tile / 8, value_dim / 8));
-    let with_biases = comptime!(BiasesOf::<A>::ENABLED);
     let biased = comptime!(with_biases && !config.changes_scores);
     let biases_after = comptime!(with_biases && config.changes_scores);
     let fresh = comptime!(!biased);
@@ -69,31 +77,27 @@ pub fn forward<A: Hooks>(
     // The shuffle tells the compiler that the value is warp-uniform.
     let warp = plane_shuffle(UNIT_POS / 32, 0u32) as usize;
     let block = QueryBlock::new(&problem, mask, config);
-    let (batch, kv_head, batch_head) = (block.batch, block.kv_head, block.batch_head);
-    let (offset, from, tiles) = (block.offset, block.from, block.tiles);
+    let (batch, batch_head) = (block.batch, block.batch_head);
+    let (offset, from, visited) = (block.offset, block.from, block.tiles);
     let queries = problem.queries as usize;
-    let kv_heads = (kv_head, problem.value_head(kv_head, config));
 
-    // Double-buffered tiles of K and V.
-    let mut pipeline = Pipeline::new(tile, (dim, value_dim), warps);
-    let mut q_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * dim / CHUNK), ALIGN);
+    let mut tiles = Tiles {
+        pipeline: Pipeline::new(tile, (dim, value_dim), warps),
+        queries: SharedMemory::<Chunk>::new_aligned(comptime!(rows * dim / CHUNK), ALIGN),
+    };
     sync_cube();
 
-    let last = from + tiles - 1;
+    let last = from + visited - 1;
     if UNIT_POS == 0 {
-        for back in 0..2usize {
-            if back < tiles {
-                let mut others = 0u32;
-                if back == 0 {
-                    others += comptime!(bytes(rows, dim));
-                }
-                let column = (last - back) * tile;
-                pipeline.load(back, &qkv.k, &qkv.v, batch, kv_heads, column, others);
-                if back == 0 {
-                    let (head, first) = (block.head, block.first_query);
-                    pipeline.load_also(back, &qkv.q, batch, head, first, &mut q_tile, rows, dim);
-                }
-            }
+        if visited > 0 {
+            let first = 0usize.runtime();
+            load::<A>(&mut tiles, qkv, operands, &block, first, true.runtime(), config);
+            load_queries::<A>(&mut tiles, qkv, operands, &block, first, config);
+        }
+        if visited > 1 {
+            let second = 1usize.runtime();
+            let others = changes_queries::<A>(&block, second, config);
+            load::<A>(&mut tiles, qkv, operands, &block, second, others, config);
         }
     }
 
@@ -104,14 +108,24 @@ pub fn forward<A: Hooks>(
     let mut seen_from = last - start / tile;
     let mut seen_to = last + 1 - group.from / tile;
     if group.empty {
-        seen_from = tiles;
-        seen_to = tiles;
+        seen_from = visited;
+        seen_to = visited;
     }
     if comptime!(OperandsOf::<A>::Q_IN_REGISTERS) {
-        pipeline.wait(0);
+        if visited > 0 {
+            tiles.pipeline.wait(0);
+        }
     }
-    let mut operand_state =
-        OperandsOf::<A>::forward(operands, &problem, &block, &group, &q_tile, start, warp, config);
+    let mut operand_state = OperandsOf::<A>::forward(
+        operands,
+        &problem,
+        &block,
+        &group,
+        &tiles.queries,
+        start,
+        warp,
+        config,
+    );
     let mut bias_state = BiasesOf::<A>::init_key_loop(biases, &problem, &block, &group, config);
     let head_params = ScoreOf::<A>::head(score, block.head);
     let scale = ScoreOf::<A>::scale(score, &problem) * WeightOf::<A>::SCORE_FACTOR;
@@ -121,11 +135,23 @@ pub fn forward<A: Hooks>(
     for r in 0..2usize {
         own_rows[r] = batch_head * queries + min(own + r * 8 + lane / 4, queries - 1);
     }
-    let mut row_state = WeightOf::<A>::init_rows(weight, &own_rows);
+    let mut row_state = WeightOf::<A>::init_rows(weight, &own_rows, scale);
     let first = block.first_keys(&problem, mask, own);
 
     let mut o_acc = zeros(n_dim);
     let mut s = uninit(n_keys);
+    if comptime!(config.goes_on) {
+        let earlier = earlier.as_ref().unwrap();
+        #[unroll]
+        for r in 0..2usize {
+            let row = min(own + r * 8 + lane / 4, queries - 1);
+            let base = earlier.at(batch, block.head, row, lane % 4);
+            #[unroll]
+            for n in 0..comptime!(config.value_dim / 8) {
+                o_acc.index_mut(n)[r] = earlier.pairs[base + comptime!(n * 4)];
+            }
+        }
+    }
     if with_biases {
         BiasesOf::<A>::read_keys(&mut bias_state, biases, &problem, &block, start, config);
     }
@@ -136,30 +162,60 @@ pub fn forward<A: Hooks>(
             BiasesOf::<A>::read_keys(&mut bias_state, biases, &problem, &block, next, config);
         }
     }
-    skip_tiles(&mut pipeline, qkv, 0usize, seen_from, tiles, batch, kv_heads, last, config);
-    if seen_from < seen_to {
-        pipeline.wait(seen_from);
-        let at = pipeline.first_tile(seen_from);
-        OperandsOf::<A>::start_scores(
+    let after_start = start - tile;
+    let ahead = start > group.from;
+    let mut waiting = seen_from < seen_to;
+    if changes {
+        if waiting & (seen_from == 0) {
+            start_first::<A>(
+                &tiles,
+                &mut operand_state,
+                &mut s,
+                operands,
+                seen_from,
+                after_start,
+                ahead,
+                warp,
+                fresh,
+                config,
+            );
+            waiting = false;
+        }
+        // The queries of the second tile take the place of those of the first.
+        release_tile();
+        if (UNIT_POS == 0) & (visited > 1) {
+            let second = 1usize.runtime();
+            if changes_queries::<A>(&block, second, config) {
+                load_queries::<A>(&mut tiles, qkv, operands, &block, second, config);
+            }
+        }
+    }
+    if !changes {
+        skip_tiles::<A>(&mut tiles, qkv, operands, &block, 0usize, seen_from, config);
+    }
+    if waiting {
+        start_first::<A>(
+            &tiles,
             &mut operand_state,
             &mut s,
-            &q_tile,
-            &pipeline.first_tiles,
-            at,
+            operands,
+            seen_from,
+            after_start,
+            ahead,
             warp,
             fresh,
             config,
         );
-        if start > group.from {
-            let next = start - tile;
-            OperandsOf::<A>::read_ahead(&mut operand_state, operands, next, config);
-        }
+    }
+    if changes {
+        // Only now, so that the queries of a later tile do not replace the warpgroup's first ones.
+        skip_tiles::<A>(&mut tiles, qkv, operands, &block, 0usize, seen_from, config);
     }
     // The last tile visited.
     let mut reached = start;
     for back in seen_from..seen_to {
         let first_column = (last - back) * tile;
-        let at = pipeline.second_tile(back);
+        let at = tiles.pipeline.second_tile(back);
         wait(&mut s, 0usize);
 
         make_scores::<A>(
@@ -194,7 +250,7 @@ pub fn forward<A: Hooks>(
         }
         if adds_something::<A>(&s, warp / GROUP_WARPS) {
             let p = to_a_frags(&s, n_keys);
-            start_pb(&p, &pipeline.second_tiles, at, &mut o_acc);
+            start_pb(&p, &tiles.pipeline.second_tiles, at, &mut o_acc);
         }
         // Start the next tile's scores before waiting for this tile's product.
         if (back + 1 < seen_to) & !done {
@@ -202,13 +258,13 @@ pub fn forward<A: Hooks>(
             if biased {
                 start_from_biases::<A>(&mut bias_state, &mut s, inverse, warp, config);
             }
-            pipeline.wait(back + 1);
-            let next_at = pipeline.first_tile(back + 1);
+            tiles.pipeline.wait(back + 1);
+            let next_at = tiles.pipeline.first_tile(back + 1);
             OperandsOf::<A>::start_scores(
                 &mut operand_state,
                 &mut s,
-                &q_tile,
-                &pipeline.first_tiles,
+                &tiles.queries,
+                &tiles.pipeline.first_tiles,
                 next_at,
                 warp,
                 fresh,
@@ -235,18 +291,17 @@ pub fn forward<A: Hooks>(
         if in_order {
             if done {
                 // A block must not end before its loads.
-                if back + 1 < tiles {
-                    pipeline.wait(back + 1);
+                if back + 1 < visited {
+                    tiles.pipeline.wait(back + 1);
                 }
                 break;
             }
         }
-        if pipeline.release(back) & (back + 2 < tiles) {
-            let column = first_column - 2 * tile;
-            pipeline.load(back + 2, &qkv.k, &qkv.v, batch, kv_heads, column, 0u32);
+        if tiles.pipeline.release(back) & (back + 2 < visited) {
+            load_later::<A>(&mut tiles, qkv, operands, &block, back + 2, config);
         }
     }
-    skip_tiles(&mut pipeline, qkv, seen_to, tiles, tiles, batch, kv_heads, last, config);
+    skip_tiles::<A>(&mut tiles, qkv, operands, &block, seen_to, visited, config);
 
     let mut factors = Array::<f32>::new(2usize);
     #[unroll]
@@ -288,28 +343,6 @@ pub fn forward<A: Hooks>(
         }
     }
     o.store(&o_acc, &factors, batch, block.head, own, queries, config.value_dim);
-}
-
-/// Releases tiles that the warpgroup does not attend to, loading later ones for the others.
-#[cube]
-fn skip_tiles(
-    pipeline: &mut Pipeline,
-    qkv: &Qkv,
-    from: usize,
-    to: usize,
-    tiles: usize,
-    batch: usize,
-    kv_heads: (usize, usize),
-    last: usize,
-    #[comptime] config: KernelConfig,
-) {
-    for back in from..to {
-        pipeline.wait(back);
-        if pipeline.release(back) & (back + 2 < tiles) {
-            let column = (last - back - 2) * config.tile;
-            pipeline.load(back + 2, &qkv.k, &qkv.v, batch, kv_heads, column, 0u32);
-        }
-    }
 }
 
 /// Initialises the accumulator of scores with the biases of the tile that was read, times `factor`.
