@@ -1,6 +1,6 @@
 //! Gradient accumulation: forward and backward over a batch, one micro-batch after another.
 
-mod parts;
+mod recompute;
 
 use std::ops::Range;
 
@@ -13,7 +13,6 @@ use longwall_kernels::backend::OpBackend;
 use longwall_kernels::ops::cross_entropy::Loss;
 use longwall_model::LanguageModel;
 
-use self::parts::{BlockGraphs, block_by_block};
 use crate::carried::Carried;
 use crate::distributed::{Collective, CollectiveError, sum_over_ranks};
 use crate::gradients::Gradients;
@@ -154,14 +153,7 @@ pub struct AccumulationPlan {
     pub measure_noise: bool,
 }
 
-/// What is called with a batch's gradients when those at some places are final, but for the last few that are with the
-/// whole result. It may take them.
-pub(crate) type OnFinal<'a, B> = &'a mut dyn FnMut(&mut Gradients<B>, &[usize]);
-
 /// Runs `model` forward and backward over `batch`, a micro-batch at a time.
-///
-/// Calls `on_final` while the last micro-batch's backward pass still runs, block after block; not if the plan measures
-/// the micro-batches' gradients.
 ///
 /// Every position is weighted by its loss weight over `weight_sum`, the sum over the whole batch, so
 /// that the micro-batches' losses and gradients sum to those of the batch's mean loss.
@@ -172,7 +164,7 @@ pub(crate) type OnFinal<'a, B> = &'a mut dyn FnMut(&mut Gradients<B>, &[usize]);
 ///
 /// # Panics
 /// When the batch has no rows, or rows of streams that `carried` is not of.
-pub(crate) fn forward_backward<B: OpBackend>(
+pub fn forward_backward<B: OpBackend>(
     model: &LanguageModel<Autodiff<B>>,
     batch: &Batch,
     carried: Option<&Carried<B>>,
@@ -180,7 +172,6 @@ pub(crate) fn forward_backward<B: OpBackend>(
     plan: AccumulationPlan,
     stop: &StopFlag,
     device: &B::Device,
-    mut on_final: Option<OnFinal<B>>,
 ) -> Option<BatchGradients<B>> {
     let streams = batch.goes_on.as_ref();
     let streams = streams.map(|goes_on| (goes_on, carried.expect("rows of streams go on")));
@@ -197,21 +188,9 @@ pub(crate) fn forward_backward<B: OpBackend>(
         let weight = weight_of(batch, rows.clone());
         let weights = weights::<Autodiff<B>>(batch, rows.clone(), weight_sum, device);
         let mut past = streams.map(|(goes_on, carried)| carried.of_rows(rows.clone(), goes_on));
-        let is_last = rows.end == batch.rows;
-        let on_final = on_final.as_mut().filter(|_| is_last && !plan.measure_noise);
-        let on_final: Option<OnFinal<B>> = match on_final {
-            Some(on_final) => Some(&mut **on_final),
-            None => None,
-        };
-        let (rows, past_rows) = (MicroBatch::new(batch, rows, device), past.as_deref_mut());
-        let (z_loss, sums) = (plan.z_loss, &mut gradients);
-        let loss = match (plan.recompute, on_final) {
-            (false, None) => one_graph(model, rows, past_rows, weights, z_loss, sums),
-            (recompute, on_final) => {
-                let graphs = if recompute { BlockGraphs::Recomputed } else { BlockGraphs::Kept };
-                block_by_block(model, rows, past_rows, weights, z_loss, sums, graphs, on_final)
-            }
-        };
+        let rows = MicroBatch::new(batch, rows, device);
+        let run = if plan.recompute { recompute::block_by_block } else { one_graph };
+        let loss = run(model, rows, past.as_deref_mut(), weights, plan.z_loss, &mut gradients);
         handed_over.extend(past);
         if let Some(before) = before {
             micro_batches.push((weight, gradients.square_sums_since(before)));
@@ -295,16 +274,7 @@ mod tests {
     fn pass_with(plan: AccumulationPlan, stop: &StopFlag) -> Option<BatchGradients<TestBackend>> {
         let batch = batch();
         let device = Default::default();
-        forward_backward(
-            &tiny_model(0),
-            &batch,
-            None,
-            weight_sum(&batch),
-            plan,
-            stop,
-            &device,
-            None,
-        )
+        forward_backward(&tiny_model(0), &batch, None, weight_sum(&batch), plan, stop, &device)
     }
 
     fn run(micro_batch: usize) -> BatchScalars {
@@ -339,7 +309,7 @@ mod tests {
             whole.document_starts = whole.document_starts.filter(|_| document_mask);
             let sum = weight_sum(&whole);
             let run = |batch: &Batch, carried: Option<&Carried<TestBackend>>, plan| {
-                forward_backward(&model, batch, carried, sum, plan, &never, &device, None).unwrap()
+                forward_backward(&model, batch, carried, sum, plan, &never, &device).unwrap()
             };
             let want = run(&whole, None, PLAN).scalars().loss;
             let halves = whole.clone().cut(8);
@@ -434,8 +404,8 @@ mod tests {
                 assert_eq!(weight_sum(&alone), norm.weight);
                 let plan = AccumulationPlan { measure_noise: false, ..plan };
                 let (model, device, sum) = (tiny_model(0), Default::default(), weight_sum(&whole));
-                let never = StopFlag::new();
-                let pass = forward_backward(&model, &alone, None, sum, plan, &never, &device, None);
+                let pass =
+                    forward_backward(&model, &alone, None, sum, plan, &StopFlag::new(), &device);
                 let expected = f64::from(pass.unwrap().scalars().grad_norm).powi(2);
                 assert!((norm.square / expected - 1.0).abs() < 1e-4, "{norm:?}, {expected}");
             }

@@ -112,17 +112,6 @@ fn leaves<B: OpBackend, M: Module<Autodiff<B>>>(model: &M) -> Vec<NodeId> {
     leaves.ids
 }
 
-/// The places of the parameters of `part`, a part of `model`, among those of `model`.
-pub(crate) fn places<B: OpBackend, M, P>(model: &M, part: &P) -> Vec<usize>
-where
-    M: Module<Autodiff<B>>,
-    P: Module<Autodiff<B>>,
-{
-    let of_part = leaves(part);
-    let all = leaves(model).into_iter().enumerate();
-    all.filter(|(_, leaf)| of_part.contains(leaf)).map(|(at, _)| at).collect()
-}
-
 struct Leaves {
     ids: Vec<NodeId>,
 }

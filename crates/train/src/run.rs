@@ -23,9 +23,7 @@ use crate::console::{Console, Ending};
 use crate::distributed::{Alone, Collective, any_of_ranks};
 use crate::error::{TrainError, last_checkpoint};
 use crate::evaluation::Evaluator;
-use crate::grad_accumulation::{
-    AccumulationPlan, BatchScalars, OnFinal, forward_backward, weight_sum,
-};
+use crate::grad_accumulation::{AccumulationPlan, BatchScalars, forward_backward, weight_sum};
 use crate::gradients::clip_factor;
 use crate::metrics::{self, ValidationRecord};
 use crate::signals::StopFlag;
@@ -186,21 +184,14 @@ fn steps<B: OpBackend>(
         let plan = AccumulationPlan { micro_batch, recompute, z_loss, measure_noise };
         let (within, device) = (&within_step, &run.device);
         let carried = run.carried.as_ref();
-        // Gradients go to the ranks that own their parameters, those of the last blocks while the backward pass still
-        // runs.
-        let mut reduction = run.optimiser.reduction(collective);
-        let mut start = |gradients: &mut _, places: &[usize]| reduction.start(gradients, places);
-        let on_final: Option<OnFinal<B>> = if world.is_alone() { None } else { Some(&mut start) };
-        let model = &run.model;
-        let pass =
-            forward_backward(model, &batch, carried, weights, plan, within, device, on_final);
+        let pass = forward_backward(&run.model, &batch, carried, weights, plan, within, device);
         let Some(mut pass) = pass else {
             // Asked to stop: a resume repeats this step from its beginning.
             break;
         };
-        pass.gradients = reduction.finish(pass.gradients)?;
 
-        // Loss and norm are those of the whole batch.
+        // Gradients go to the ranks that own their parameters; loss and norm are those of the whole batch.
+        pass.gradients = run.optimiser.reduce(pass.gradients, collective)?;
         let (scalars, any_asked) = pass.scalars_of_ranks(asked(), collective)?;
         let BatchScalars { loss, grad_norm, .. } = scalars;
 

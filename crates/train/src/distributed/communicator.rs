@@ -9,7 +9,7 @@
 use std::ffi::{CStr, OsString, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::ptr::null_mut;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::OnceLock;
 
 use burn::tensor::DType;
 use libloading::Library;
@@ -286,8 +286,6 @@ pub struct Communicator {
     comm: Comm,
     rank: usize,
     stream: SideStream,
-    /// What reductions that have been started read and write.
-    under_way: Mutex<Vec<CudaTensor>>,
 }
 
 impl Communicator {
@@ -314,11 +312,10 @@ impl Communicator {
             let joined = (nccl.comm_init_rank)(&mut comm, world_size, id, rank);
             nccl.check("ncclCommInitRank", joined).map_err(NcclError::at_start)?;
         }
-        Ok(Communicator { nccl, comm, rank, stream, under_way: Mutex::default() })
+        Ok(Communicator { nccl, comm, rank, stream })
     }
 
-    /// Starts to sum each tensor over the ranks into the tensor of its owner; later work of the context does not wait
-    /// for it before [`finish_reductions`](Self::finish_reductions).
+    /// Sums each tensor over the ranks into the tensor of its owner.
     ///
     /// `tensors` are f32, with the rank that owns each; all ranks pass the same shapes and owners. Returns the sums of
     /// the tensors that this rank owns, and `None` for the others.
@@ -356,17 +353,8 @@ impl Communicator {
             };
             self.nccl.check("ncclReduce", status)
         })?;
-        let mut under_way = self.under_way.lock().unwrap_or_else(PoisonError::into_inner);
-        under_way.extend(tensors.iter().map(|(tensor, _)| tensor.clone()));
         let own = |(tensor, owner)| (owner == self.rank).then_some(tensor);
         Ok(tensors.into_iter().map(own).collect())
-    }
-
-    /// Lets all later work of the context wait for the reductions that have been started.
-    pub fn finish_reductions(&self) {
-        self.stream.end();
-        // Whoever takes this memory from now on waits, too.
-        self.under_way.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
     /// Gives every rank the owner's value of each tensor, of any type; all ranks pass the same shapes, types and owners.
@@ -402,18 +390,17 @@ impl Communicator {
             };
             self.nccl.check("ncclBroadcast", status)
         })?;
-        self.stream.end();
         Ok(tensors.into_iter().map(|(tensor, _)| tensor).collect())
     }
 
-    /// Issues `call` for the address of each tensor as one group, after the context's earlier work. The caller keeps the
-    /// tensors until the stream has ended.
+    /// Issues `call` for the address of each tensor as one group, between the context's earlier and later work.
     fn grouped(
         &self,
         tensors: &[(CudaTensor, usize)],
         call: impl Fn(u64, &CudaTensor, usize) -> Result<(), NcclError>,
     ) -> Result<(), NcclError> {
-        // Blocks until the work that writes these buffers is issued.
+        // Blocks until the work that writes these buffers is issued. Kept until the end, so that the buffers stay
+        // allocated.
         let resource =
             |x: &CudaTensor| x.client.get_resource(x.handle.clone()).expect("the buffer exists");
         let resources: Vec<_> = tensors.iter().map(|(tensor, _)| resource(tensor)).collect();
@@ -426,7 +413,9 @@ impl Communicator {
         // SAFETY: ends the group started above, even if a call in it failed.
         let ended = unsafe { (self.nccl.group_end)() };
         calls?;
-        self.nccl.check("ncclGroupEnd", ended)
+        self.nccl.check("ncclGroupEnd", ended)?;
+        self.stream.end();
+        Ok(())
     }
 }
 

@@ -223,8 +223,8 @@ pub trait Collective<B: OpBackend> {
     /// The ranks.
     fn world(&self) -> World;
 
-    /// Starts to sum f32 tensors over the ranks. Returns the sums that this rank owns, which hold from
-    /// [`Collective::finish_reductions`] on, and `None` for the others. Equal worlds add in the same order.
+    /// Sums f32 tensors over the ranks. Returns the sums that this rank owns, `None` for the others. Equal worlds add
+    /// in the same order.
     ///
     /// # Errors
     /// [`CollectiveError::Lost`] and others, when the ranks are not all there.
@@ -232,9 +232,6 @@ pub trait Collective<B: OpBackend> {
         &self,
         tensors: Vec<Owned<B>>,
     ) -> Result<Vec<Option<FloatTensor<B>>>, CollectiveError>;
-
-    /// Lets all later work on the device wait for the sums that have been started.
-    fn finish_reductions(&self) {}
 
     /// The owners' values of all tensors. What the other ranks pass may be overwritten.
     ///

@@ -314,11 +314,10 @@ fn rows_that_do_not_divide_are_refused_with_a_remedy() {
     assert!(!config.run_dir().exists());
 }
 
-/// Fails in the reductions of a step.
+/// Fails in its n-th reduction.
 struct Failing {
     inner: Loopback,
-    at: Option<u64>,
-    step: Mutex<u64>,
+    left: Mutex<usize>,
 }
 
 impl Collective<TestBackend> for Failing {
@@ -330,16 +329,13 @@ impl Collective<TestBackend> for Failing {
         &self,
         tensors: Vec<Owned<TestBackend>>,
     ) -> Result<Vec<Option<FloatTensor<TestBackend>>>, CollectiveError> {
-        if self.at == Some(*self.step.lock().unwrap()) {
+        let mut left = self.left.lock().unwrap();
+        *left -= 1;
+        if *left == 0 {
             let reason = "of a test".to_owned();
             return Err(NcclError::Call { call: "ncclReduce", reason }.into());
         }
         Collective::<TestBackend>::reduce(&self.inner, tensors)
-    }
-
-    fn begin_step(&self, step: u64, compiles: bool) {
-        *self.step.lock().unwrap() = step;
-        Collective::<TestBackend>::begin_step(&self.inner, step, compiles);
     }
 
     fn broadcast(
@@ -364,8 +360,8 @@ fn a_rank_that_fails_ends_the_others_and_leaves_the_last_checkpoint() {
     let config = config(&sandbox, "fails", &["train.checkpoint.every=4"]);
     let errors: Vec<String> = on_ranks(3, |inner| {
         let world = Collective::<TestBackend>::world(&inner);
-        let at = (world.rank == 1).then_some(5);
-        let ranks = Failing { inner, at, step: Mutex::default() };
+        let left = Mutex::new(if world.rank == 1 { 5 } else { usize::MAX });
+        let ranks = Failing { inner, left };
         let options = options(Precision::F32, RunStart::New, StopFlag::new());
         let (device, console) = (Default::default(), &mut SilentConsole);
         let outcome =

@@ -23,59 +23,30 @@ pub(crate) struct Saved {
     pub ema: Option<NamedTensors>,
 }
 
-/// Sums of the ranks' gradients under way. All ranks start the same ones in the same order.
-pub(crate) struct Reduction<'a, B: OpBackend> {
-    slots: &'a [Slot<B>],
-    collective: &'a dyn Collective<B>,
-    /// Of each parameter that this rank owns, once its sum has been started.
-    sums: Vec<Option<FloatTensor<B>>>,
-    /// Why no more are started.
-    failed: Option<CollectiveError>,
-}
-
-impl<B: OpBackend> Reduction<'_, B> {
-    /// Takes the gradients at `places`, as far as there are any, and starts to sum them.
-    ///
-    /// # Panics
-    /// When the gradients are of another model.
-    pub fn start(&mut self, gradients: &mut Gradients<B>, places: &[usize]) {
-        assert_eq!(gradients.tensors.len(), self.slots.len(), "as many gradients as parameters");
-        if self.failed.is_some() {
-            return;
-        }
-        // The loss of every rank depends on the same parameters.
-        let take = |at: &usize| Some((*at, gradients.tensors[*at].take()?));
-        let (places, taken): (Vec<usize>, Vec<_>) = places.iter().filter_map(take).unzip();
-        let owned = places.iter().zip(taken).map(|(at, x)| (x, self.slots[*at].owner)).collect();
-        match self.collective.reduce(owned) {
-            Ok(sums) => places.into_iter().zip(sums).for_each(|(at, sum)| self.sums[at] = sum),
-            Err(error) => self.failed = Some(error),
-        }
-    }
-
-    /// The sums of all gradients, of the parameters that this rank owns, `None` for the others; `gradients` are those
-    /// that have not been taken.
+impl<B: OpBackend> Optimiser<B> {
+    /// The sums of the ranks' gradients, of the parameters that this rank owns; `None` for the others.
     ///
     /// # Errors
     /// When a rank is lost.
-    pub fn finish(mut self, mut gradients: Gradients<B>) -> Result<Gradients<B>, CollectiveError> {
-        let all: Vec<usize> = (0..self.slots.len()).collect();
-        self.start(&mut gradients, &all);
-        match self.failed {
-            Some(error) => Err(error),
-            None => {
-                self.collective.finish_reductions();
-                Ok(Gradients { tensors: self.sums })
-            }
+    ///
+    /// # Panics
+    /// When the gradients are of another model.
+    pub(crate) fn reduce(
+        &self,
+        gradients: Gradients<B>,
+        collective: &dyn Collective<B>,
+    ) -> Result<Gradients<B>, CollectiveError> {
+        assert_eq!(gradients.tensors.len(), self.slots.len(), "as many gradients as parameters");
+        if self.world.is_alone() {
+            return Ok(gradients);
         }
-    }
-}
-
-impl<B: OpBackend> Optimiser<B> {
-    /// Begins to sum the ranks' gradients to the owners of their parameters.
-    pub(crate) fn reduction<'a>(&'a self, collective: &'a dyn Collective<B>) -> Reduction<'a, B> {
-        let sums = self.slots.iter().map(|_| None).collect();
-        Reduction { slots: &self.slots, collective, sums, failed: None }
+        // The loss of every rank depends on the same parameters.
+        let present: Vec<bool> = gradients.tensors.iter().map(Option::is_some).collect();
+        let slots = self.slots.iter().zip(gradients.tensors);
+        let owned = slots.filter_map(|(slot, gradient)| Some((gradient?, slot.owner))).collect();
+        let mut sums = collective.reduce(owned)?.into_iter();
+        let sum = |present| if present { sums.next().flatten() } else { None };
+        Ok(Gradients { tensors: present.into_iter().map(sum).collect() })
     }
 
     /// `model` with the values that the owners of its parameters have.

@@ -1,6 +1,5 @@
-//! A micro-batch in parts: the embedding, each block, and the layers after the blocks have graphs of their own, whose
-//! backward passes run one after another. So blocks can be recomputed (activation checkpointing), and a block's
-//! gradients are final while those of the blocks before it are still to be computed.
+//! Activation checkpointing: keeps only each block's input, and recomputes the block in the backward
+//! pass.
 
 use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
@@ -12,22 +11,14 @@ use longwall_kernels::ops::vjp_root::vjp_root;
 use longwall_model::LanguageModel;
 use longwall_model::layers::Block;
 
-use super::{MicroBatch, OnFinal};
-use crate::gradients::{Gradients, Graph, places};
+use super::MicroBatch;
+use crate::gradients::{Gradients, Graph};
 
-/// When blocks' graphs are made.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum BlockGraphs {
-    /// In the forward pass: they keep their activations.
-    Kept,
-    /// In the backward pass, from the blocks' inputs.
-    Recomputed,
-}
-
-/// Runs one micro-batch: returns its loss and adds its gradients to `gradients`, and calls `on_final` after each block,
-/// from the last to the first. Rows of streams go on from `carried`, which becomes what they hand over.
+/// Runs one micro-batch: returns its loss and adds its gradients to `gradients`. Rows of streams go on from `carried`,
+/// which becomes what they hand over.
 ///
-/// The gradient of a part's output comes from the part after it. Losses and gradients equal those of one graph, bit
+/// The embedding, each block, and the layers after the blocks each have their own graph; the gradient
+/// of a part's output comes from the part after it. Losses and gradients equal those of one graph, bit
 /// for bit if kernels are deterministic.
 pub(super) fn block_by_block<B: OpBackend>(
     model: &LanguageModel<Autodiff<B>>,
@@ -36,13 +27,11 @@ pub(super) fn block_by_block<B: OpBackend>(
     weights: Tensor<Autodiff<B>, 2>,
     z_loss: f32,
     gradients: &mut Gradients<B>,
-    graphs: BlockGraphs,
-    mut on_final: Option<OnFinal<B>>,
 ) -> Loss<Autodiff<B>> {
     let MicroBatch { inputs: tokens, targets, document_starts: documents } = rows;
     let past = carried.as_deref().map(<[_]>::to_vec);
-    let Forward { mut blocks, output, first_values } =
-        forward_pass(model, &tokens, &documents, carried, graphs);
+    let BlockInputs { mut blocks, output, first_values } =
+        block_inputs(model, &tokens, &documents, carried);
 
     // The layers after the blocks.
     let x = Tensor::from_inner(output).require_grad();
@@ -54,15 +43,14 @@ pub(super) fn block_by_block<B: OpBackend>(
     // The blocks, from the last to the first.
     let mut d_first_values = Vec::new();
     for (at, block) in model.blocks.iter().enumerate().rev() {
-        let part = blocks.pop().expect("as many parts as blocks");
-        let BlockGraph { x, y, values_leaf, values } = match part {
-            BlockPart::Graph(graph) => graph,
-            BlockPart::Input(x) => {
-                let mut past = past.as_ref().map(|past| past[at].clone());
-                let values = first_values.as_ref().filter(|_| at > 0);
-                BlockGraph::new(block, x, &documents, past.as_mut(), values)
-            }
-        };
+        let x = blocks.pop().expect("as many inputs as blocks");
+        let x = Tensor::from_inner(x).require_grad();
+        // The first block computes the first values, the others read them.
+        let values_leaf = (at > 0).then(|| first_values.clone()).flatten();
+        let values_leaf = values_leaf.map(|values| Tensor::from_inner(values).require_grad());
+        let mut values = values_leaf.clone();
+        let mut past = past.as_ref().map(|past| past[at].clone());
+        let y = forward(block, x.clone(), &documents, past.as_mut(), &mut values);
         let mut root = vjp(y, dy);
         if let (0, Some(values)) = (at, values) {
             let learned = model.blocks.iter().any(|block| block.attention.value_mix.is_some());
@@ -72,9 +60,6 @@ pub(super) fn block_by_block<B: OpBackend>(
         dy = leaf_grad(&x, &mut graph);
         let d_values = values_leaf.and_then(|values| values.grad_remove(&mut graph));
         d_first_values.extend(d_values);
-        if let Some(on_final) = &mut on_final {
-            on_final(gradients, &places(model, block));
-        }
     }
 
     // The embedding, which may share its weight with the output layer.
@@ -83,88 +68,36 @@ pub(super) fn block_by_block<B: OpBackend>(
     loss
 }
 
-/// What the forward pass keeps.
-struct Forward<B: OpBackend> {
-    /// Of each block.
-    blocks: Vec<BlockPart<B>>,
+/// The activations that the forward pass keeps.
+struct BlockInputs<B: OpBackend> {
+    /// Each block's input.
+    blocks: Vec<Tensor<B, 3>>,
     /// The last block's output.
     output: Tensor<B, 3>,
     /// The first block's values, for the value residual.
     first_values: Option<Tensor<B, 3>>,
 }
 
-/// What is kept of a block.
-enum BlockPart<B: OpBackend> {
-    Graph(BlockGraph<B>),
-    Input(Tensor<B, 3>),
-}
-
-/// The graph of a block.
-struct BlockGraph<B: OpBackend> {
-    /// Its input, a leaf.
-    x: Tensor<Autodiff<B>, 3>,
-    /// Its output.
-    y: Tensor<Autodiff<B>, 3>,
-    /// The first block's values as a leaf; none in the first block, which computes them.
-    values_leaf: Option<Tensor<Autodiff<B>, 3>>,
-    /// These values, in the first block those of its graph.
-    values: Option<Tensor<Autodiff<B>, 3>>,
-}
-
-impl<B: OpBackend> BlockGraph<B> {
-    /// That of `block` with the input `x`, which reads `first_values`, if it is not the first one.
-    fn new(
-        block: &Block<Autodiff<B>>,
-        x: Tensor<B, 3>,
-        documents: &DocumentStarts<Autodiff<B>>,
-        past: Option<&mut Tensor<Autodiff<B>, 2>>,
-        first_values: Option<&Tensor<B, 3>>,
-    ) -> Self {
-        let x = Tensor::from_inner(x).require_grad();
-        let values_leaf = first_values.map(|x| Tensor::from_inner(x.clone()).require_grad());
-        let mut values = values_leaf.clone();
-        let y = forward(block, x.clone(), documents, past, &mut values);
-        BlockGraph { x, y, values_leaf, values }
-    }
-}
-
-/// The forward pass up to the last block's output; `carried` as in [`block_by_block`].
-fn forward_pass<B: OpBackend>(
+/// The forward pass without a graph, up to the last block's output; `carried` as in [`block_by_block`].
+fn block_inputs<B: OpBackend>(
     model: &LanguageModel<Autodiff<B>>,
     tokens: &Tensor<Autodiff<B>, 2, burn::tensor::Int>,
     documents: &DocumentStarts<Autodiff<B>>,
     mut carried: Option<&mut [Tensor<Autodiff<B>, 2>]>,
-    graphs: BlockGraphs,
-) -> Forward<B> {
-    let without_graph = model.valid();
-    let inner = documents.clone().map(Tensor::inner);
-    let mut x = without_graph.embedded(tokens.clone().inner(), inner.clone());
+) -> BlockInputs<B> {
+    let model = model.valid();
+    let documents = documents.clone().map(Tensor::inner);
+    let mut x = model.embedded(tokens.clone().inner(), documents.clone());
     let (mut blocks, mut first_values) = (Vec::new(), None);
     for (at, block) in model.blocks.iter().enumerate() {
-        let past = carried.as_deref().map(|carried| carried[at].clone());
-        let after = match graphs {
-            BlockGraphs::Kept => {
-                let (mut past, values) = (past, first_values.as_ref());
-                let graph = BlockGraph::new(block, x, documents, past.as_mut(), values);
-                x = graph.y.clone().inner();
-                if at == 0 {
-                    first_values = graph.values.clone().map(Tensor::inner);
-                }
-                blocks.push(BlockPart::Graph(graph));
-                past.map(Tensor::inner)
-            }
-            BlockGraphs::Recomputed => {
-                blocks.push(BlockPart::Input(x.clone()));
-                let (block, mut past) = (&without_graph.blocks[at], past.map(Tensor::inner));
-                x = forward(block, x, &inner, past.as_mut(), &mut first_values);
-                past
-            }
-        };
-        if let (Some(carried), Some(after)) = (carried.as_deref_mut(), after) {
-            carried[at] = Tensor::from_inner(after);
+        blocks.push(x.clone());
+        let mut past = carried.as_deref().map(|carried| carried[at].clone().inner());
+        x = forward(block, x, &documents, past.as_mut(), &mut first_values);
+        if let (Some(carried), Some(past)) = (carried.as_deref_mut(), past) {
+            carried[at] = Tensor::from_inner(past);
         }
     }
-    Forward { blocks, output: x, first_values }
+    BlockInputs { blocks, output: x, first_values }
 }
 
 /// A block's output; if there is a past, that of rows that go on from it.
@@ -188,6 +121,7 @@ fn leaf_grad<B: OpBackend>(x: &Tensor<Autodiff<B>, 3>, graph: &mut Graph<B>) -> 
 
 /// A scalar whose gradient with respect to `y` is exactly `dy`.
 fn vjp<B: OpBackend>(y: Tensor<Autodiff<B>, 3>, dy: Tensor<B, 3>) -> Tensor<Autodiff<B>, 1> {
+    assert_eq!(y.dtype(), dy.dtype(), "an output and its gradient are of one type");
     vjp_root(y, Tensor::from_inner(dy))
 }
 
@@ -224,8 +158,7 @@ mod tests {
     use longwall_model::ModelConfig;
 
     use crate::grad_accumulation::tests::{PLAN, batch};
-    use crate::grad_accumulation::{AccumulationPlan, OnFinal, forward_backward, weight_sum};
-    use crate::gradients::Gradients;
+    use crate::grad_accumulation::{AccumulationPlan, forward_backward, weight_sum};
     use crate::signals::StopFlag;
     use crate::testing::{TestBackend, TestModel, model_of};
 
@@ -284,25 +217,15 @@ mod tests {
         configs
     }
 
-    /// The bits of the loss's terms and of every gradient, in order; those that are `on_final` early, too.
-    fn pass(model: &TestModel, recompute: bool, early: bool) -> (Vec<u32>, Vec<Option<Vec<u32>>>) {
+    /// The bits of the loss's terms and of every gradient, in order.
+    fn pass(model: &TestModel, recompute: bool) -> (Vec<u32>, Vec<Option<Vec<u32>>>) {
         let batch = batch();
         let plan = AccumulationPlan { recompute, z_loss: 0.1, ..PLAN };
         let device = Default::default();
         let (weights, never) = (weight_sum(&batch), StopFlag::new());
-        let mut taken = vec![];
-        let mut take = |gradients: &mut Gradients<TestBackend>, places: &[usize]| {
-            assert!(!places.is_empty(), "a block without parameters");
-            taken.extend(places.iter().map(|at| (*at, gradients.tensors[*at].take())));
-        };
-        let on_final: Option<OnFinal<TestBackend>> = if early { Some(&mut take) } else { None };
-        let mut pass =
-            forward_backward(model, &batch, None, weights, plan, &never, &device, on_final)
+        let pass =
+            forward_backward::<TestBackend>(model, &batch, None, weights, plan, &never, &device)
                 .unwrap();
-        for (at, gradient) in taken {
-            assert!(pass.gradients.tensors[at].is_none(), "gradient {at} was not final");
-            pass.gradients.tensors[at] = gradient;
-        }
         let bits = |x: &burn::tensor::ops::FloatTensor<TestBackend>| {
             let flat = TestBackend::float_reshape(x.clone(), [x.shape().num_elements()].into());
             let data = tensor::<TestBackend, 1>(flat).into_data();
@@ -318,15 +241,12 @@ mod tests {
         assert!(configs.len() > 60, "{} configurations are left", configs.len());
         for config in configs.into_iter().chain(hybrids()) {
             let model = model_of(&config);
-            let (loss, whole) = pass(&model, false, false);
+            let ((loss, whole), (recomputed, parts)) = (pass(&model, false), pass(&model, true));
+            assert_eq!(loss, recomputed, "loss of {config:?}");
             assert!(whole.iter().flatten().flatten().any(|bits| *bits != 0), "{config:?}");
-            for (recompute, early) in [(true, false), (false, true)] {
-                let (of_parts, parts) = pass(&model, recompute, early);
-                assert_eq!(loss, of_parts, "loss of {config:?}");
-                assert_eq!(whole.len(), parts.len());
-                for (at, (whole, parts)) in whole.iter().zip(&parts).enumerate() {
-                    assert!(whole == parts, "gradient {at} of {config:?}, early: {early}");
-                }
+            assert_eq!(whole.len(), parts.len());
+            for (at, (whole, parts)) in whole.iter().zip(&parts).enumerate() {
+                assert!(whole == parts, "gradient {at} of {config:?}");
             }
         }
     }
