@@ -5,7 +5,8 @@
 #
 # Each run does STEPS steps (default 14) on the text of docs/ with the configuration's own batch; the rate is that of the
 # median step after the first WARMUP (default 4), which compile kernels. SETS are further overrides, as
-# SETS="train.batch_tokens=262144 train.recompute=true". Validation and checkpoints are off.
+# SETS="train.batch_tokens=262144 train.recompute=true". Validation and checkpoints are off. With SHARED=yes all GPUs of a
+# run share each row (train.context_parallel).
 # A share of 100 % is as many times the rate on the first number of GPUs as there are more of them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -44,7 +45,9 @@ for config in "$@"; do
   base=
   for count in "${counts[@]}"; do
     run="$name-$count"
-    "$longwall" train --config "$config" --gpus "$count" "${sets[@]}" \
+    shared=()
+    if [ "${SHARED:-}" = yes ]; then shared=(--set "train.context_parallel=$count"); fi
+    "$longwall" train --config "$config" --gpus "$count" "${sets[@]}" "${shared[@]}" \
       --set "run.name=$run" --set "run.out_dir=$work" --set "train.tokens=$((batch * steps))" \
       --set 'data.sources=[{ kind = "text", paths = ["docs"] }]' --set data.validation_fraction=0.2 \
       --set "data.cache_dir=$work/cache" --set train.validate.every=never --set train.checkpoint.every=never \

@@ -12,20 +12,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launch import MARK, words
-
-# Sizes, and rows of a micro-batch.
-MODELS = {
-    "124m": ({"layers": 12, "heads": 12, "width": 768, "seq_len": 1024}, 64),
-    "350m": ({"layers": 24, "heads": 16, "width": 1024, "seq_len": 1024}, 32),
-    "1.3b": ({"layers": 24, "heads": 16, "width": 2048, "seq_len": 2048}, 8),
-}
+from launch import MARK, words, words_of
+from models import BATCHES, MODELS
 
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpus", type=words, default=["1", "2"], help="numbers of GPUs")
-    parser.add_argument("--models", type=words, default=list(MODELS), help="of " + ", ".join(MODELS))
+    parser.add_argument("--models", type=words_of(MODELS), default=list(MODELS), help=", ".join(MODELS))
     parser.add_argument("--attn", default="cudnn", help="cudnn or sdpa (FlashAttention-2)")
     parser.add_argument("--batch-tokens", type=int, default=524288, help="tokens of a step")
     parser.add_argument("--steps", type=int, default=8, help="steps measured")
@@ -35,8 +29,9 @@ def arguments():
 
 def measure(args, model, gpus):
     """The record of one case, or None with the end of its errors on stderr."""
-    sizes, micro_batch = MODELS[model]
-    rows = args.batch_tokens // sizes["seq_len"]
+    micro_batch, seq_len = BATCHES[model][0]
+    sizes = dict(MODELS[model], seq_len=seq_len)
+    rows = args.batch_tokens // seq_len
     if rows % (gpus * micro_batch):
         sys.exit(f"{rows} rows are no multiple of {gpus} GPUs · {micro_batch}: change --batch-tokens")
     request = {"attn": args.attn, "sizes": sizes, "micro_batch": micro_batch, "rows": rows}
@@ -56,9 +51,6 @@ def measure(args, model, gpus):
 
 def main():
     args = arguments()
-    unknown = set(args.models) - set(MODELS)
-    if unknown:
-        sys.exit(f"no model {', '.join(sorted(unknown))}: there are {', '.join(MODELS)}")
     print("| model | GPUs | tokens/s | share of ideal | peak memory |\n|---|---|---|---|---|")
     for model in args.models:
         base = None

@@ -35,7 +35,7 @@ DECODE = {
     "rwkv7": {"rwkv7_recurrent": FLA},
 }
 
-# Of training GPT-2 124M: see gpt2.py.
+# Of training GPT-2's shape: see gpt2.py.
 TRAIN = {
     "softmax": {"sdpa": TORCH, "cudnn": TORCH},
     "fox": {"fox_fla": FLA, "fox_fot": FOT},

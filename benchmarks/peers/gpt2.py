@@ -16,11 +16,11 @@ from measure import import_fla
 
 @dataclass
 class Sizes:
-    layers: int = 12
-    heads: int = 12
-    width: int = 768
+    layers: int
+    heads: int
+    width: int
+    seq_len: int
     vocab: int = 50304
-    seq_len: int = 1024
 
 
 def linear(inputs, outputs, bias=False):

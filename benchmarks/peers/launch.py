@@ -1,5 +1,6 @@
 """Starts workers and records what they report. Needs no PyTorch, which may be missing."""
 
+import argparse
 import importlib.util
 import json
 import os
@@ -22,6 +23,18 @@ print(json.dumps({"gpu": gpu.name, "torch": torch.__version__, "triton": triton.
 def words(text):
     """Splits an option's value at commas and spaces."""
     return text.replace(",", " ").split()
+
+
+def words_of(allowed):
+    """What splits an option's value like `words`, and refuses words that are not allowed."""
+
+    def split(text):
+        found = words(text)
+        if unknown := [word for word in found if word not in allowed]:
+            raise argparse.ArgumentTypeError(f"no {', '.join(unknown)}; allowed: {', '.join(allowed)}")
+        return found
+
+    return split
 
 
 def installed(module):

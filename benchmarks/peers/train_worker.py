@@ -1,7 +1,7 @@
 """Times training steps of one case: bench_train.py starts it.
 
 bf16 autocast, fused AdamW, gradients clipped at norm 1, one random batch that does not change, so
-that the loss must fall. The request holds `attn`, `B`, `T`, `compile` and `configs`.
+that the loss must fall. The request holds `attn`, `model`, `B`, `T`, `compile` and `configs`.
 """
 
 import json
@@ -15,20 +15,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from autotune import Tuning
 from gpt2 import Gpt2, Sizes
 from measure import emit, emit_error, events
+from models import MODELS
 
 
 def main(request):
-    about = {key: request[key] for key in ("attn", "B", "T", "compile")}
+    about = {key: request[key] for key in ("attn", "model", "B", "T", "compile")}
     try:
         Tuning(request["configs"]).install()
-        emit(**about, **measure(*about.values()))
+        sizes = Sizes(**MODELS[request["model"]], seq_len=request["T"])
+        emit(**about, **measure(request["attn"], sizes, request["B"], request["compile"]))
     except Exception as error:
         emit_error(error, **about)
 
 
-def measure(name, batch, seq_len, compiled):
+def measure(name, sizes, batch, compiled):
     """Tokens a second of steps that follow each other without a wait, and the memory they take."""
-    step = training_step(name, batch, seq_len, compiled)
+    step = training_step(name, sizes, batch, compiled)
     first = float(step().detach())
     for _ in range(3):
         step()
@@ -42,7 +44,7 @@ def measure(name, batch, seq_len, compiled):
     torch.cuda.synchronize()
     seconds = (time.perf_counter() - started) / steps
     return {
-        "tokens_s": round(batch * seq_len / seconds),
+        "tokens_s": round(batch * sizes.seq_len / seconds),
         "ms_step": round(1e3 * seconds, 2),
         "ms_step_waited": round(waited, 2),
         "peak_gb": round(torch.cuda.max_memory_allocated() / 2**30, 2),
@@ -51,16 +53,15 @@ def measure(name, batch, seq_len, compiled):
     }
 
 
-def training_step(name, batch, seq_len, compiled):
+def training_step(name, sizes, batch, compiled):
     """A function that trains for one step and returns the loss."""
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(0)
-    sizes = Sizes(seq_len=seq_len)
     model = Gpt2(name, sizes).cuda()
     optimiser = torch.optim.AdamW(groups(model), lr=6e-4, betas=(0.9, 0.95), fused=True)
     backend = choose_backend(name)
     forward = compile_model(model, compiled)
-    tokens = torch.randint(0, sizes.vocab, (batch, seq_len + 1), device="cuda")
+    tokens = torch.randint(0, sizes.vocab, (batch, sizes.seq_len + 1), device="cuda")
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def step():

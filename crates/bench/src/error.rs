@@ -3,6 +3,7 @@
 use longwall_data::DataError;
 use longwall_model::Precision;
 use longwall_model::generate::GenerateError;
+use longwall_train::TrainError;
 use longwall_train::config::{ConfigError, KindError};
 use longwall_train::device::DeviceError;
 
@@ -18,6 +19,9 @@ pub enum BenchError {
     /// The device.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// Rows that need several GPUs.
+    #[error(transparent)]
+    Ranks(#[from] TrainError),
     /// A sequence to generate.
     #[error(transparent)]
     Generate(#[from] GenerateError),

@@ -9,6 +9,7 @@ use longwall_train::bench::{self, Bench};
 use longwall_train::config::RunConfig;
 use longwall_train::console::{bytes, count};
 use longwall_train::device::Compute;
+use longwall_train::distributed::World;
 use longwall_train::memory::Estimate;
 use longwall_train::meters::Meters;
 use longwall_train::peak;
@@ -62,9 +63,10 @@ pub struct Results {
 /// Times the steps.
 ///
 /// # Errors
-/// When the configuration, its tokenizer or its device cannot be opened.
+/// When the configuration, its tokenizer or its device cannot be opened, or when its rows need several GPUs.
 pub fn run(options: &Options, progress: &dyn Progress) -> Result<Results, BenchError> {
     let (config, vocab_size, device) = options.model.open()?;
+    config.base_stage().of_rank(World::ALONE)?;
     let compute = Compute::for_training(device, config.run.precision)?;
     Ok(compute.run(Job { config: &config, vocab_size, options, compute: &compute, progress }))
 }

@@ -15,7 +15,7 @@ use longwall_kernels::ops::sample::sample;
 use crate::config::{ModelConfig, Positions};
 use crate::generate::Sampling;
 use crate::init::WeightInit;
-use crate::layers::{Block, BlockState, LayerWeights, Norm};
+use crate::layers::{Block, BlockState, LayerWeights, Norm, Span};
 
 /// A decoder-only language model.
 #[derive(Module, Debug)]
@@ -125,10 +125,15 @@ impl<B: OpBackend> LanguageModel<B> {
     /// The output of the last block after the final norm, for whole rows: tokens `[batch, seq_len]` to
     /// `[batch, seq_len, width]`.
     pub fn hidden(&self, tokens: Tensor<B, 2, Int>, documents: DocumentStarts<B>) -> Tensor<B, 3> {
-        let mut x = self.embedded(tokens, documents.clone());
+        self.hidden_of(tokens, &Span::Whole(documents))
+    }
+
+    /// As [`LanguageModel::hidden`], for the tokens `[batch, n]` of a span.
+    fn hidden_of(&self, tokens: Tensor<B, 2, Int>, span: &Span<B>) -> Tensor<B, 3> {
+        let mut x = self.embedded(tokens, span);
         let mut first_values = None;
         for block in &self.blocks {
-            x = block.forward(x, documents.clone(), &mut first_values);
+            x = block.forward(x, span, &mut first_values);
         }
         self.norm.forward(x)
     }
@@ -145,7 +150,7 @@ impl<B: OpBackend> LanguageModel<B> {
         carried: &mut [Tensor<B, 2>],
     ) -> Tensor<B, 3> {
         assert_eq!(carried.len(), self.blocks.len(), "blocks that carry");
-        let mut x = self.embedded(tokens, documents.clone());
+        let mut x = self.embedded(tokens, &Span::Whole(documents.clone()));
         let mut first_values = None;
         for (block, carried) in self.blocks.iter().zip(carried) {
             x = block.forward_from(x, documents.clone(), carried, &mut first_values);
@@ -192,12 +197,13 @@ impl<B: OpBackend> LanguageModel<B> {
         tokens: Tensor<B, 2, Int>,
         documents: DocumentStarts<B>,
     ) -> Probe {
-        let mut x = self.embedded(tokens, documents.clone());
+        let span = Span::Whole(documents.clone());
+        let mut x = self.embedded(tokens, &span);
         let mut first_values = None;
         for (layer, block) in self.blocks.iter().enumerate() {
             probe.enter_layer(layer);
             block.observe(&x, &documents, &mut first_values, &mut probe);
-            x = block.forward(x, documents.clone(), &mut first_values);
+            x = block.forward(x, &span, &mut first_values);
         }
         probe
     }
@@ -205,24 +211,21 @@ impl<B: OpBackend> LanguageModel<B> {
     /// The weights that each layer's queries give to the keys of one sequence, tokens `[1, seq_len]`. A layer takes many
     /// times seq_len as long as its attention.
     pub fn attention_weights(&self, tokens: Tensor<B, 2, Int>) -> Vec<LayerWeights> {
-        let mut x = self.embedded(tokens, None);
+        let span = Span::Whole(None);
+        let mut x = self.embedded(tokens, &span);
         let mut first_values = None;
         let of_block = |block: &Block<B>| {
             let weights = block.attention_weights(&x, &mut first_values);
-            x = block.forward(x.clone(), None, &mut first_values);
+            x = block.forward(x.clone(), &span, &mut first_values);
             weights
         };
         self.blocks.iter().map(of_block).collect()
     }
 
-    /// The input of the first block for whole rows: tokens `[batch, seq_len]` to
-    /// `[batch, seq_len, width]`.
-    pub fn embedded(
-        &self,
-        tokens: Tensor<B, 2, Int>,
-        documents: DocumentStarts<B>,
-    ) -> Tensor<B, 3> {
-        self.embed(tokens, 0, documents)
+    /// The input of the first block: the tokens `[batch, n]` of a span to `[batch, n, width]`.
+    pub fn embedded(&self, tokens: Tensor<B, 2, Int>, span: &Span<B>) -> Tensor<B, 3> {
+        let (first, documents) = span.positions(tokens.dims()[1]);
+        self.embed(tokens, first, documents)
     }
 
     /// Embeddings of `tokens`, the first of which is at position `first`, plus learned positions
@@ -276,7 +279,19 @@ impl<B: OpBackend> LanguageModel<B> {
         documents: DocumentStarts<B>,
         z_loss: f32,
     ) -> Loss<B> {
-        self.loss_of_hidden(self.hidden(tokens, documents), targets, weights, z_loss)
+        self.loss_of_span(tokens, targets, weights, &Span::Whole(documents), z_loss)
+    }
+
+    /// As [`LanguageModel::loss`], of the tokens `[batch, n]` of a span.
+    pub fn loss_of_span(
+        &self,
+        tokens: Tensor<B, 2, Int>,
+        targets: Tensor<B, 2, Int>,
+        weights: Tensor<B, 2>,
+        span: &Span<B>,
+        z_loss: f32,
+    ) -> Loss<B> {
+        self.loss_of_hidden(self.hidden_of(tokens, span), targets, weights, z_loss)
     }
 
     /// As [`LanguageModel::loss`], where each row continues the one that left `carried`, as in

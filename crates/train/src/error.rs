@@ -63,7 +63,10 @@ pub enum TrainError {
     Ranks(#[from] CollectiveError),
     /// The rows of a step do not divide by the number of ranks.
     #[error(
-        "a step of {batch_tokens} tokens has {rows} rows of {seq_len}, which do not divide by {ranks} GPUs\n  hint: use as many GPUs as divide {rows}, or a train.batch_tokens that is a multiple of {}", *ranks as u64 * *seq_len as u64
+        "a step of {batch_tokens} tokens has {rows} rows of {seq_len}, which do not divide by {}\n  hint: use as many {} as divide {rows}, or a train.batch_tokens that is a multiple of {}",
+        if *shared > 1 { format!("{} groups of {shared} GPUs", ranks / shared) } else { format!("{ranks} GPUs") },
+        if *shared > 1 { "groups" } else { "GPUs" },
+        (*ranks / *shared) as u64 * *seq_len as u64
     )]
     RowsOfRanks {
         /// Rows of the step.
@@ -72,6 +75,18 @@ pub enum TrainError {
         batch_tokens: u64,
         /// Tokens of a row.
         seq_len: usize,
+        /// How many ranks there are.
+        ranks: usize,
+        /// How many of them share a row.
+        shared: usize,
+    },
+    /// The ranks do not divide into groups that share rows.
+    #[error(
+        "train.context_parallel is {context_parallel}, and the run has {ranks} {}\n  hint: use --gpus {context_parallel} or a multiple of it, or --set train.context_parallel=1", if *ranks == 1 { "GPU" } else { "GPUs" }
+    )]
+    RanksOfRows {
+        /// Ranks that share each row.
+        context_parallel: usize,
         /// How many ranks there are.
         ranks: usize,
     },

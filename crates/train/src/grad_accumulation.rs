@@ -3,6 +3,7 @@
 mod recompute;
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use burn::backend::Autodiff;
 use burn::tensor::backend::Backend;
@@ -10,8 +11,10 @@ use burn::tensor::{DType, Int, Tensor, TensorData};
 use longwall_data::Batch;
 use longwall_kernels::attention::DocumentStarts;
 use longwall_kernels::backend::OpBackend;
+use longwall_kernels::ops::all_to_all::Peers;
 use longwall_kernels::ops::cross_entropy::Loss;
 use longwall_model::LanguageModel;
+use longwall_model::layers::{SharedRows, Span};
 
 use crate::carried::Carried;
 use crate::distributed::{Collective, CollectiveError, sum_over_ranks};
@@ -158,7 +161,8 @@ pub struct AccumulationPlan {
 /// Every position is weighted by its loss weight over `weight_sum`, the sum over the whole batch, so
 /// that the micro-batches' losses and gradients sum to those of the batch's mean loss.
 ///
-/// Rows of streams go on from `carried`, and hand over what is in the result; other rows need none.
+/// Rows of streams go on from `carried`, and hand over what is in the result; other rows need none. If `peers` share the
+/// rows, this rank computes its part of their tokens, and the ranks' losses and gradients sum to those of the rows.
 ///
 /// Returns `None` if `stop` is raised before the last micro-batch: what is computed by then is discarded.
 ///
@@ -168,6 +172,7 @@ pub fn forward_backward<B: OpBackend>(
     model: &LanguageModel<Autodiff<B>>,
     batch: &Batch,
     carried: Option<&Carried<B>>,
+    peers: Option<&Arc<dyn Peers>>,
     weight_sum: f64,
     plan: AccumulationPlan,
     stop: &StopFlag,
@@ -188,9 +193,9 @@ pub fn forward_backward<B: OpBackend>(
         let weight = weight_of(batch, rows.clone());
         let weights = weights::<Autodiff<B>>(batch, rows.clone(), weight_sum, device);
         let mut past = streams.map(|(goes_on, carried)| carried.of_rows(rows.clone(), goes_on));
-        let rows = MicroBatch::new(batch, rows, device);
+        let tokens = Tokens::new(MicroBatch::new(batch, rows, device), weights, peers);
         let run = if plan.recompute { recompute::block_by_block } else { one_graph };
-        let loss = run(model, rows, past.as_deref_mut(), weights, plan.z_loss, &mut gradients);
+        let loss = run(model, tokens, past.as_deref_mut(), plan.z_loss, &mut gradients);
         handed_over.extend(past);
         if let Some(before) = before {
             micro_batches.push((weight, gradients.square_sums_since(before)));
@@ -207,20 +212,48 @@ pub fn forward_backward<B: OpBackend>(
     Some(BatchGradients { gradients, terms, micro_batches, carried })
 }
 
+/// What this rank computes of a micro-batch; each tensor is `[rows, n]`.
+struct Tokens<B: OpBackend> {
+    inputs: Tensor<B, 2, Int>,
+    targets: Tensor<B, 2, Int>,
+    weights: Tensor<B, 2>,
+    span: Span<B>,
+}
+
+impl<B: OpBackend> Tokens<B> {
+    /// All tokens of `rows`, or this rank's part of them if `peers` share the rows.
+    fn new(rows: MicroBatch<B>, weights: Tensor<B, 2>, peers: Option<&Arc<dyn Peers>>) -> Self {
+        let MicroBatch { inputs, targets, document_starts } = rows;
+        let Some(peers) = peers else {
+            return Tokens { inputs, targets, weights, span: Span::Whole(document_starts) };
+        };
+        let n = inputs.dims()[1] / peers.size();
+        let first = peers.rank() * n;
+        Tokens {
+            inputs: inputs.narrow(1, first, n),
+            targets: targets.narrow(1, first, n),
+            weights: weights.narrow(1, first, n),
+            span: Span::Part(SharedRows::new(Arc::clone(peers), document_starts)),
+        }
+    }
+}
+
 /// Runs one micro-batch in one graph: returns its loss and adds its gradients to `gradients`. Rows of streams go on from
 /// `carried`, which becomes what they hand over.
 fn one_graph<B: OpBackend>(
     model: &LanguageModel<Autodiff<B>>,
-    rows: MicroBatch<Autodiff<B>>,
+    tokens: Tokens<Autodiff<B>>,
     carried: Option<&mut [Tensor<Autodiff<B>, 2>]>,
-    weights: Tensor<Autodiff<B>, 2>,
     z_loss: f32,
     gradients: &mut Gradients<B>,
 ) -> Loss<Autodiff<B>> {
-    let MicroBatch { inputs, targets, document_starts: documents } = rows;
+    let Tokens { inputs, targets, weights, span } = tokens;
     let loss = match carried {
-        Some(carried) => model.loss_from(inputs, targets, weights, documents, z_loss, carried),
-        None => model.loss(inputs, targets, weights, documents, z_loss),
+        Some(carried) => {
+            let documents = span.documents().clone();
+            model.loss_from(inputs, targets, weights, documents, z_loss, carried)
+        }
+        None => model.loss_of_span(inputs, targets, weights, &span, z_loss),
     };
     gradients.add_backward(model, loss.total.clone());
     loss
@@ -274,7 +307,16 @@ mod tests {
     fn pass_with(plan: AccumulationPlan, stop: &StopFlag) -> Option<BatchGradients<TestBackend>> {
         let batch = batch();
         let device = Default::default();
-        forward_backward(&tiny_model(0), &batch, None, weight_sum(&batch), plan, stop, &device)
+        forward_backward(
+            &tiny_model(0),
+            &batch,
+            None,
+            None,
+            weight_sum(&batch),
+            plan,
+            stop,
+            &device,
+        )
     }
 
     fn run(micro_batch: usize) -> BatchScalars {
@@ -404,8 +446,16 @@ mod tests {
                 assert_eq!(weight_sum(&alone), norm.weight);
                 let plan = AccumulationPlan { measure_noise: false, ..plan };
                 let (model, device, sum) = (tiny_model(0), Default::default(), weight_sum(&whole));
-                let pass =
-                    forward_backward(&model, &alone, None, sum, plan, &StopFlag::new(), &device);
+                let pass = forward_backward(
+                    &model,
+                    &alone,
+                    None,
+                    None,
+                    sum,
+                    plan,
+                    &StopFlag::new(),
+                    &device,
+                );
                 let expected = f64::from(pass.unwrap().scalars().grad_norm).powi(2);
                 assert!((norm.square / expected - 1.0).abs() < 1e-4, "{norm:?}, {expected}");
             }

@@ -68,7 +68,8 @@ pub struct Estimate {
     pub attention: f64,
     /// A chunk of logits, and the gradients that the loss computes with it.
     pub loss: f64,
-    /// The largest gradients of activations.
+    /// The largest gradients of activations; where ranks share rows, also what they exchange, and what a validation takes,
+    /// which computes whole rows, beyond all that training does.
     pub temporary: f64,
     /// With rows of streams, what a step's rows go on from and what they hand over, in f32.
     pub carried: f64,
@@ -89,13 +90,16 @@ impl Estimate {
         let state = state_elements(config, vocab_size);
         // Measuring the noise scale keeps the gradients before each micro-batch.
         let copies = if config.train.noise_scale.every.is_on() { 2.0 } else { 1.0 };
-        let tokens = micro_batch as f64 * seq_len as f64;
+        let shared = open.stage.context_parallel > 1;
+        let rows = micro_batch.saturating_mul(open.stage.tokens_of_rank());
+        let tokens = rows as f64;
         let kernel = Kernel { device: DeviceKind::Cuda, dtype };
         let blocks = (0..model.layers)
             .map(|layer| BlockActivations::of(model, layer, kernel, micro_batch, seq_len));
         let (mut kept, mut attention, mut gradients) = (0.0, 0.0f64, 0.0f64);
-        let mut largest = [0.0; 2];
+        let (mut largest, mut whole) = ([0.0; 2], 0.0f64);
         for block in blocks {
+            whole = whole.max(2.0 * block.input + block.layers + block.attention);
             kept += block.input;
             gradients = gradients.max(block.gradients);
             if config.train.recompute {
@@ -110,8 +114,7 @@ impl Estimate {
         }
         // The input and the output of the norm before the output layer.
         let last = 2.0 * (model.width * dtype.size()) as f64;
-        let rows = micro_batch.saturating_mul(seq_len);
-        Estimate {
+        let mut estimate = Estimate {
             weights: (4 + copy) as f64 * parameters as f64,
             gradients: copies * 4.0 * parameters as f64,
             optimiser: 4.0 * state as f64,
@@ -120,7 +123,18 @@ impl Estimate {
             loss: cuda_workspace_bytes(rows, model.padded_vocab(vocab_size), model.width, dtype),
             temporary: tokens * gradients,
             carried: carried_bytes(config, open.stage.rows()),
+        };
+        if shared {
+            // Sent and received, before and after they are ordered by rank.
+            estimate.temporary += tokens * 4.0 * (model.width * dtype.size()) as f64;
+            if config.train.validate.every.is_on() {
+                let Estimate { gradients, activations, attention, loss, temporary, .. } = estimate;
+                let training = gradients + activations + attention + loss + temporary;
+                let validation = micro_batch as f64 * seq_len as f64 * whole;
+                estimate.temporary += (validation - training).max(0.0);
+            }
         }
+        estimate
     }
 
     /// For one of `ranks` ranks, which share masters, optimiser state and average.
@@ -290,6 +304,25 @@ mod tests {
             assert_eq!(largest(Some((needed as f64 * MARGIN) as u64 + 2)), Some(rows));
         }
         assert_eq!(largest(Some(1000)), None);
+    }
+
+    /// Each has its part of what is kept; a validation computes whole rows.
+    #[test]
+    fn ranks_that_share_rows_keep_their_part() {
+        let of = |shared: usize, validate: &str| {
+            let shared = format!("train.context_parallel={shared}");
+            let validate = format!("train.validate.every={validate}");
+            let sizes = ["data.seq_len=16384", "train.batch_tokens=16384", "model.heads=4"];
+            let sets = [&sizes[..], &["model.width=64", &shared, &validate]].concat();
+            let config = config(&sets);
+            Estimate::of(&config, 257, config.base_stage().open(1), Precision::Bf16)
+        };
+        let (one, four) = (of(1, "never"), of(4, "never"));
+        assert_eq!(four.activations, one.activations / 4.0);
+        assert_eq!(four.attention, one.attention / 4.0);
+        assert!(four.total() < one.total() / 2);
+        assert!(of(4, "10").temporary > four.temporary);
+        assert_eq!(of(1, "10"), one);
     }
 
     #[test]

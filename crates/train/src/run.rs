@@ -176,15 +176,18 @@ fn steps<B: OpBackend>(
         let tokens = stage.batch_tokens as usize;
         let batch = run.loader.try_shorter(run.next_row(), tokens, stage.seq_len)?;
         let weights = weight_sum(&batch);
-        let batch = if world.is_alone() { batch } else { batch.part(world.part(batch.rows)) };
+        let groups = world.groups(stage.context_parallel);
+        let batch = if groups.is_alone() { batch } else { batch.part(groups.part(batch.rows)) };
 
         // Forward and backward, one micro-batch after another.
         let measure_noise = run.timeline.is_due(run.config.train.noise_scale.every, step + 1);
         let (recompute, z_loss) = (run.config.train.recompute, run.config.train.z_loss as f32);
         let plan = AccumulationPlan { micro_batch, recompute, z_loss, measure_noise };
         let (within, device) = (&within_step, &run.device);
-        let carried = run.carried.as_ref();
-        let pass = forward_backward(&run.model, &batch, carried, weights, plan, within, device);
+        let (carried, peers) = (run.carried.as_ref(), run.peers.as_ref());
+        let pass =
+            forward_backward(&run.model, &batch, carried, peers, weights, plan, within, device);
+        collective.check_peers()?;
         let Some(mut pass) = pass else {
             // Asked to stop: a resume repeats this step from its beginning.
             break;

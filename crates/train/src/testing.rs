@@ -5,6 +5,8 @@ use std::path::Path;
 
 use burn::backend::Autodiff;
 use burn::tensor::{Int, Tensor, TensorData};
+use longwall_config::Problems;
+use longwall_kernels::attention::AttentionConfig;
 use longwall_model::{LanguageModel, ModelConfig};
 
 use crate::config::RunConfig;
@@ -88,4 +90,62 @@ pub(crate) fn tiny_batch(rows: Range<usize>) -> [Tensor<Autodiff<TestBackend>, 2
         let data = TensorData::new(data.collect::<Vec<i32>>(), [rows.len(), 16]);
         Tensor::from_data(data, &Default::default())
     })
+}
+
+/// Block configurations that together use every option; `[attention]` is added later.
+const BLOCKS: [&str; 6] = [
+    "arch = \"gpt2\"\nbias = true\npositions = \"learned\"\nembedding_norm = true",
+    "arch = \"llama\"\nqk_norm = true\noutput_gate = true\nshort_conv = true\nkv_heads = 2",
+    "arch = \"llama\"\nnorm_position = \"sandwich\"\nvalue_residual = \"learned\"",
+    "arch = \"llama\"\nnorm_position = \"post\"\ntoken_shift = true\ntie_embeddings = true",
+    "arch = \"rwkv7\"\nlogit_softcap = 5.0",
+    "arch = \"rwkv7\"\nshort_conv = true\noutput_gate = true\nvalue_residual = \"learned\"",
+];
+
+/// Models whose layers differ in kind, with and without a value residual.
+fn hybrids() -> impl Iterator<Item = ModelConfig> {
+    let residuals = ["none", "learned", "gated"];
+    let patterns = [["rwkv7", "rope", "wall", "fox"], ["rope", "power", "rope", "rwkv7"]];
+    let tables = patterns.into_iter().flat_map(move |pattern| {
+        residuals.map(|residual| {
+            format!(
+                "layers = 4\nwidth = 32\nheads = 4\nvalue_residual = {residual:?}\n\
+                 pattern = {pattern:?}"
+            )
+        })
+    });
+    tables.map(|table| {
+        let config: ModelConfig = toml::from_str(&table).unwrap();
+        let mut problems = Problems::new();
+        config.validate(&mut problems);
+        assert!(problems.as_slice().is_empty(), "{table}: {:?}", problems.as_slice());
+        config
+    })
+}
+
+/// Every attention kind in all blocks that allow it, and models whose layers differ; the last blocks have a window if the
+/// kind allows one.
+pub(crate) fn models_of_all_layers() -> Vec<ModelConfig> {
+    let mut configs = Vec::new();
+    for (at, blocks) in BLOCKS.iter().enumerate() {
+        for attention in AttentionConfig::defaults() {
+            // Four layers: the values of the first reach three others.
+            let table = format!("{blocks}\nlayers = 4\nwidth = 32\nheads = 4");
+            let mut table: toml::Table = table.parse().unwrap();
+            let attention = toml::Value::try_from(&attention).unwrap();
+            table.insert("attention".to_owned(), attention);
+            if at == 5 {
+                table.insert("window".to_owned(), 5.into());
+            }
+            let config: ModelConfig = table.try_into().unwrap();
+            let mut problems = Problems::new();
+            config.validate(&mut problems);
+            if problems.as_slice().is_empty() {
+                configs.push(config);
+            }
+        }
+    }
+    assert!(configs.len() > 60, "{} configurations are left", configs.len());
+    configs.extend(hybrids());
+    configs
 }

@@ -29,12 +29,20 @@ pub struct Stage {
     /// How many micro-batches a step must have: two, if the gradient noise scale is measured.
     #[serde(skip)]
     pub least_micro_batches: usize,
+    /// Ranks that share each row; 0 is 1.
+    #[serde(skip)]
+    pub context_parallel: usize,
 }
 
 impl Stage {
     /// Rows of a step.
     pub fn rows(&self) -> usize {
         self.batch_tokens as usize / self.seq_len.max(1)
+    }
+
+    /// Tokens of a row that one rank computes.
+    pub fn tokens_of_rank(&self) -> usize {
+        self.seq_len / self.context_parallel.max(1)
     }
 
     /// Rows of one forward and backward pass: `micro_batch` if it is set, else the largest divisor of a step's rows
@@ -44,27 +52,33 @@ impl Stage {
         self.micro_batch.unwrap_or_else(largest)
     }
 
-    /// The divisors of a step's rows within `budget_tokens`, the largest first, that leave enough micro-batches; always
-    /// one row.
+    /// The divisors of a step's rows within `budget_tokens` of a rank, the largest first, that leave enough micro-batches;
+    /// always one row.
     pub fn micro_batches(&self, budget_tokens: usize) -> impl Iterator<Item = usize> + use<> {
         let rows = self.rows();
         let most = rows / self.least_micro_batches.max(1);
-        let most = most.min(budget_tokens / self.seq_len.max(1)).max(1);
+        let most = most.min(budget_tokens / self.tokens_of_rank().max(1)).max(1);
         (1..=most).rev().filter(move |n| rows.is_multiple_of(*n))
     }
 
-    /// One rank's part of a step: its batch, and how many micro-batches it must have of it.
+    /// One rank's part of a step: the batch of the rows that it computes, alone or with the ranks that it shares them
+    /// with, and how many micro-batches it must have of it.
     ///
     /// # Errors
-    /// When the rows do not divide by the number of ranks.
+    /// When the ranks do not divide into groups that share rows, or the rows do not divide by the number of groups.
     pub fn of_rank(&self, world: World) -> Result<Self, TrainError> {
         let (rows, ranks) = (self.rows(), world.size);
-        let Stage { batch_tokens, seq_len, .. } = *self;
-        if !world.is_alone() && !rows.is_multiple_of(ranks) {
-            return Err(TrainError::RowsOfRanks { rows, batch_tokens, seq_len, ranks });
+        let Stage { batch_tokens, seq_len, context_parallel, .. } = *self;
+        if !ranks.is_multiple_of(context_parallel.max(1)) {
+            return Err(TrainError::RanksOfRows { context_parallel, ranks });
         }
-        let least_micro_batches = self.least_micro_batches.div_ceil(ranks);
-        Ok(Stage { batch_tokens: batch_tokens / ranks as u64, least_micro_batches, ..*self })
+        let groups = world.groups(context_parallel).size;
+        if groups > 1 && !rows.is_multiple_of(groups) {
+            let shared = context_parallel.max(1);
+            return Err(TrainError::RowsOfRanks { rows, batch_tokens, seq_len, ranks, shared });
+        }
+        let least_micro_batches = self.least_micro_batches.div_ceil(groups);
+        Ok(Stage { batch_tokens: batch_tokens / groups as u64, least_micro_batches, ..*self })
     }
 
     /// The stage with micro-batches of `micro_batch` rows.
@@ -95,6 +109,7 @@ impl Stage {
             micro_batch: next.micro_batch.or(self.micro_batch),
             window: next.window.map_or(self.window, Window::tokens),
             least_micro_batches: self.least_micro_batches,
+            context_parallel: self.context_parallel,
         }
     }
 }

@@ -52,6 +52,15 @@ impl AttentionShape {
         (w * (w + 1.0) / 2.0 + (t - w) * w) / t
     }
 
+    /// The layer with one of `parts` equal parts of the heads.
+    ///
+    /// # Panics
+    /// When `parts` does not divide `kv_heads`.
+    pub fn part_of_heads(&self, parts: usize) -> Self {
+        assert!(self.kv_heads.is_multiple_of(parts), "{parts} parts of {} heads", self.kv_heads);
+        AttentionShape { heads: self.heads / parts, kv_heads: self.kv_heads / parts, ..*self }
+    }
+
     /// Tokens that a [`KvCache`](super::cache::KvCache) holds after `seq_len` single steps: those
     /// that left the window are dropped in batches of one window.
     pub fn cached_tokens(&self, seq_len: usize) -> usize {
@@ -296,6 +305,14 @@ pub trait VariantSpec:
     /// Heads of the queries, `heads / kv_heads` for each head of the keys.
     fn query_heads(&self, shape: &AttentionShape) -> usize {
         self.key_heads(shape) * shape.group()
+    }
+
+    /// The configuration for one of `parts` equal parts of the layer's heads, which are computed apart as by
+    /// [`HeadParts`](super::HeadParts); `None` if outputs of one part depend on another, or on which part it is. By
+    /// default the same configuration.
+    fn part_of_heads(&self, parts: usize) -> Option<Self> {
+        let _ = parts;
+        Some(self.clone())
     }
 
     /// Whether q, k and v pass a short convolution with SiLU even if `model.short_conv` is false.

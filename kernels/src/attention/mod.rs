@@ -22,6 +22,7 @@ pub mod entmax;
 mod flash;
 pub mod fox;
 pub mod gated_delta_net;
+mod head_parts;
 pub mod kda;
 pub mod kv_cache_variant;
 pub mod linear;
@@ -59,6 +60,7 @@ pub use self::contract::{
     ParameterSpec, ProjectionSpec, Variant, VariantSpec,
 };
 pub use self::dispatch::{ExecPath, Kernel};
+pub use self::head_parts::{Division, HeadParts};
 use self::probe::{Metric, Probe};
 use crate::backend::OpBackend;
 use crate::device::DeviceKind;

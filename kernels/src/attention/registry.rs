@@ -100,6 +100,17 @@ macro_rules! registry {
                 match self { $(Self::$name(c) => c.query_heads(shape),)+ }
             }
 
+            /// As [`HeadParts::of`].
+            pub fn head_parts(
+                &self,
+                shape: &AttentionShape,
+                parts: usize,
+            ) -> Option<HeadParts<Self>> {
+                match self {
+                    $(Self::$name(c) => Some(HeadParts::of(c, shape, parts)?.map(Self::$name)),)+
+                }
+            }
+
             /// As [`VariantSpec::short_conv`].
             pub fn short_conv(&self) -> bool {
                 match self { $(Self::$name(c) => c.short_conv(),)+ }

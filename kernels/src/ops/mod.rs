@@ -12,6 +12,7 @@
 
 pub mod activation;
 pub mod adamw;
+pub mod all_to_all;
 mod bias;
 pub mod cross_entropy;
 pub(crate) mod cuda;

@@ -10,6 +10,7 @@ use longwall_kernels::backend::OpBackend;
 use super::carried::Carried;
 use super::norm::Input;
 use super::projection::{ProjectionHistory, conv_taps};
+use super::span::Span;
 use super::time::Preceding;
 use super::weight_map::{LayerWeights, weight_map};
 use super::{Linear, Named, Norm, Projection};
@@ -113,26 +114,26 @@ impl<B: OpBackend> Attention<B> {
         }
     }
 
-    /// Attention over whole rows.
+    /// Attention over whole rows, or over this rank's part of shared rows.
     ///
-    /// - `x`, and the result: `[batch, seq_len, width]`
+    /// - `x`, and the result: `[batch, n, width]`
     /// - `first_values`: the first layer's values v₁ for the value residual,
-    ///   `[batch, seq_len, kv_heads · value_dim]`; the first layer finds `None` and fills it
+    ///   `[batch, n, kv_heads · value_dim]`; the first layer finds `None` and fills it
     /// - `residual`: added to the result, if there is one
     pub fn forward(
         &self,
         x: Tensor<B, 3>,
-        documents: DocumentStarts<B>,
+        span: &Span<B>,
         first_values: &mut Option<Tensor<B, 3>>,
         residual: Option<Tensor<B, 3>>,
     ) -> Tensor<B, 3> {
-        let (x, mut preceding) = (Input::of(x), Preceding::Nothing(&documents));
+        let (x, mut preceding) = (Input::of(x), span.preceding());
         let inputs = self.inputs(&x, first_values, &mut preceding);
-        let o = self.variant.attend(&self.shape, inputs, documents.clone());
+        let o = span.attend(&self.variant, &self.shape, inputs);
         self.finish(o, &x, &mut preceding, residual)
     }
 
-    /// As [`Attention::forward`], where rows go on from what the next of `parts` hold, and replace it. Documents that began
+    /// As [`Attention::forward`] over whole rows, which go on from what the next of `parts` hold, and replace it. Documents that began
     /// before their row start at −1.
     pub(super) fn forward_from(
         &self,
@@ -189,7 +190,7 @@ impl<B: OpBackend> Attention<B> {
         self.variant.thorough_metrics()
     }
 
-    /// Reports the variant's metrics of [`Attention::forward`] with the same arguments.
+    /// Reports the variant's metrics of [`Attention::forward`] over whole rows.
     pub fn observe(
         &self,
         x: Tensor<B, 3>,
@@ -357,7 +358,7 @@ impl<B: OpBackend> Attention<B> {
 }
 
 /// `[batch, n, heads · channels]` to `[batch, heads, n, channels]`.
-fn split_heads<B: OpBackend>(y: Tensor<B, 3>, channels: usize) -> Tensor<B, 4> {
+pub(super) fn split_heads<B: OpBackend>(y: Tensor<B, 3>, channels: usize) -> Tensor<B, 4> {
     let [batch, n, features] = y.dims();
     y.reshape([batch, n, features / channels, channels]).swap_dims(1, 2)
 }

@@ -6,6 +6,7 @@ use longwall_kernels::backend::OpBackend;
 
 use super::carried::Carried;
 use super::norm::Input;
+use super::span::Span;
 use super::time::{History, Preceding};
 use super::{Attention, AttentionLayerState, LayerWeights, Mlp, Norm};
 use crate::config::{ModelConfig, NormPosition};
@@ -61,24 +62,24 @@ impl<B: OpBackend> Block<B> {
         }
     }
 
-    /// The block's output for whole rows: `x` and the result are `[batch, seq_len, width]`,
-    /// `first_values` is as in [`Attention::forward`].
+    /// The block's output for whole rows, or for this rank's part of shared rows: `x` and the result are
+    /// `[batch, n, width]`, `first_values` is as in [`Attention::forward`].
     pub fn forward(
         &self,
         x: Tensor<B, 3>,
-        documents: DocumentStarts<B>,
+        span: &Span<B>,
         first_values: &mut Option<Tensor<B, 3>>,
     ) -> Tensor<B, 3> {
         let x =
             self.add(&self.attention_norm, self.attention_out_norm.as_ref(), x, |x, residual| {
-                self.attention.forward(x.value(), documents.clone(), first_values, residual)
+                self.attention.forward(x.value(), span, first_values, residual)
             });
         self.add(&self.mlp_norm, self.mlp_out_norm.as_ref(), x, |x, residual| {
-            self.mlp.forward(Input::of(x.value()), Preceding::Nothing(&documents), residual)
+            self.mlp.forward(Input::of(x.value()), span.preceding(), residual)
         })
     }
 
-    /// As [`Block::forward`], where each row continues the one that left `carried`, `[rows, carried_elements]` in f32, 0
+    /// As [`Block::forward`] for whole rows, each of which continues the one that left `carried`, `[rows, carried_elements]` in f32, 0
     /// before the first token of all; leaves in it what the rows that continue these need. No gradient reaches it.
     ///
     /// A document that starts with its row is one that goes on from before: where it is not, `carried` is 0.
@@ -117,7 +118,7 @@ impl<B: OpBackend> Block<B> {
         self.attention.carried_elements() + tokens * channels
     }
 
-    /// Reports the block's metrics of [`Block::forward`] with the same arguments.
+    /// Reports the block's metrics of [`Block::forward`] over whole rows.
     pub fn observe(
         &self,
         x: &Tensor<B, 3>,

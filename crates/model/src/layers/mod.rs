@@ -8,6 +8,7 @@ mod mlp;
 mod named;
 mod norm;
 mod projection;
+mod span;
 mod time;
 mod weight_map;
 
@@ -20,4 +21,5 @@ pub use named::Named;
 pub(crate) use norm::NORM_EPS;
 pub use norm::Norm;
 pub use projection::Projection;
+pub use span::{SharedRows, Span};
 pub use weight_map::{LayerWeights, MapScale, WeightMap};

@@ -5,6 +5,8 @@ use longwall_kernels::attention::DocumentStarts;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::ops::short_conv::short_conv;
 
+use super::span::SharedRows;
+
 /// What decoding keeps of a causal convolution: its last inputs, `[batch, up to taps − 1, channels]`;
 /// `None` before the first token.
 #[derive(Clone, Debug)]
@@ -56,26 +58,52 @@ impl<B: OpBackend> History<B> {
         let Some(held) = self.0.take() else {
             return short_conv(x, weight, silu, documents.clone());
         };
-        let ([batch, n, _], kept) = (x.dims(), held.dims()[1]);
+        let (n, kept) = (x.dims()[1], held.dims()[1]);
         let all = Tensor::cat(vec![held, x], 1);
-        let mut last = all.clone().narrow(1, n, kept);
-        // Places in `all`. A document that began before the row may have begun before all that is held.
-        let starts = documents.as_ref().map(|starts| {
-            let before = starts.clone().lower_elem(0);
-            let places = (starts.clone() + kept as i64).mask_fill(before, 0);
-            let options = (&places.device(), places.dtype());
-            let held = Tensor::<B, 2, Int>::zeros([batch, kept], options);
-            Tensor::cat(vec![held, places], 1)
-        });
-        if let Some(starts) = &starts {
-            let last_start = starts.clone().narrow(1, n + kept - 1, 1).expand([batch, kept]);
-            let places = Tensor::<B, 1, Int>::arange(n as i64..(n + kept) as i64, &last.device());
-            let places = places.cast(starts.dtype()).unsqueeze::<2>().expand([batch, kept]);
-            last = last.mask_fill(places.lower(last_start).unsqueeze_dim(2), 0.0);
-        }
-        self.0 = Some(last);
+        let starts = starts_after(documents, kept);
+        self.0 = Some(last_inputs(&all, kept, &starts));
         short_conv(all, weight, silu, starts).narrow(1, kept, n)
     }
+}
+
+/// The convolution of this rank's part of shared rows, `x` `[batch, n, channels]`, after the last inputs of the part
+/// before.
+fn conv_part<B: OpBackend>(
+    x: Tensor<B, 3>,
+    weight: Tensor<B, 2>,
+    silu: bool,
+    rows: &SharedRows<B>,
+) -> Tensor<B, 3> {
+    let (n, kept) = (x.dims()[1], weight.dims()[1] - 1);
+    let held = rows.from_part_before(last_inputs(&x, kept, rows.own_documents()));
+    let starts = starts_after(rows.own_documents(), kept);
+    short_conv(Tensor::cat(vec![held, x], 1), weight, silu, starts).narrow(1, kept, n)
+}
+
+/// The last `kept` inputs of `x`, 0 before the document of the last one; `starts` are places in `x`, or below 0 before it.
+fn last_inputs<B: OpBackend>(
+    x: &Tensor<B, 3>,
+    kept: usize,
+    starts: &DocumentStarts<B>,
+) -> Tensor<B, 3> {
+    let [batch, len, _] = x.dims();
+    let last = x.clone().narrow(1, len - kept, kept);
+    let Some(starts) = starts else { return last };
+    let last_start = starts.clone().narrow(1, len - 1, 1).expand([batch, kept]);
+    let places = Tensor::<B, 1, Int>::arange((len - kept) as i64..len as i64, &last.device());
+    let places = places.cast(starts.dtype()).unsqueeze::<2>().expand([batch, kept]);
+    last.mask_fill(places.lower(last_start).unsqueeze_dim(2), 0.0)
+}
+
+/// `documents` as places in rows with `kept` inputs before them. A document that began before a row may have begun before
+/// all of those.
+fn starts_after<B: OpBackend>(documents: &DocumentStarts<B>, kept: usize) -> DocumentStarts<B> {
+    let starts = documents.as_ref()?;
+    let before = starts.clone().lower_elem(0);
+    let places = (starts.clone() + kept as i64).mask_fill(before, 0);
+    let options = (&places.device(), places.dtype());
+    let held = Tensor::<B, 2, Int>::zeros([starts.dims()[0], kept], options);
+    Some(Tensor::cat(vec![held, places], 1))
 }
 
 /// The tokens before those of a call.
@@ -87,6 +115,8 @@ pub(super) enum Preceding<'a, B: OpBackend, H> {
     /// Those of the rows that the call's rows continue, in the layer's histories `H`. Documents that began before their
     /// row start at −1.
     Rows(&'a DocumentStarts<B>, &'a mut H),
+    /// Those of the part before, on another rank: the call has a part of these rows.
+    Part(&'a SharedRows<B>),
 }
 
 impl<B: OpBackend, H> Preceding<'_, B, H> {
@@ -96,6 +126,7 @@ impl<B: OpBackend, H> Preceding<'_, B, H> {
             Preceding::Nothing(documents) => Preceding::Nothing(documents),
             Preceding::Held(histories) => Preceding::Held(part(histories)),
             Preceding::Rows(documents, histories) => Preceding::Rows(documents, part(histories)),
+            Preceding::Part(rows) => Preceding::Part(rows),
         }
     }
 }
@@ -108,6 +139,7 @@ impl<B: OpBackend> Preceding<'_, B, History<B>> {
             Preceding::Nothing(documents) => short_conv(x, weight, silu, documents.clone()),
             Preceding::Held(history) => history.conv(x, weight, silu),
             Preceding::Rows(documents, history) => history.conv_rows(x, weight, silu, documents),
+            Preceding::Part(rows) => conv_part(x, weight, silu, rows),
         }
     }
 

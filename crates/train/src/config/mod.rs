@@ -190,6 +190,7 @@ impl RunConfig {
         self.train.validate(self.data.seq_len, problems);
         self.validate_cut_rows(problems);
         self.validate_streams(model.as_slice().is_empty(), problems);
+        self.validate_shared_rows(model.as_slice().is_empty(), problems);
         let evals: Vec<&Table> = self.eval.iter().collect();
         validate_evals("eval", &evals, problems);
         if self.train.ema.0.is_none() {
@@ -256,6 +257,52 @@ impl RunConfig {
             "train.batch_tokens and data.seq_len in all steps: each row of a batch is one stream",
             format!("remove batch_tokens and seq_len from the stages, or {remedy}"),
         );
+    }
+
+    /// Records what ranks that share rows do not allow: heads that do not divide, and rows of streams. The model's layers
+    /// are checked if it is `valid`.
+    fn validate_shared_rows(&self, valid: bool, problems: &mut Problems) {
+        let shared = self.train.context_parallel;
+        if shared <= 1 {
+            return;
+        }
+        let remedy = "leave train.context_parallel out";
+        problems.check(
+            self.data.rows != Rows::Streams,
+            "data.rows",
+            format!("\"streams\" with train.context_parallel = {shared}"),
+            "\"packed\", \"documents\" or \"cut-documents\" if ranks share rows",
+            format!("set data.rows = \"packed\", or {remedy}"),
+        );
+        let layers = if valid { self.model.layers } else { 0 };
+        let undivided = (0..layers).find(|&layer| {
+            let shape = self.model.attention_shape(layer);
+            self.model.attention_of(layer).head_parts(&shape, shared).is_none()
+        });
+        if let Some(layer) = undivided {
+            let (shape, kind) =
+                (self.model.attention_shape(layer), self.model.attention_of(layer).kind());
+            let divides = shape.kv_heads.is_multiple_of(shared);
+            let (allowed, instead) = match divides {
+                true => (
+                    format!(
+                        "1 with layer {layer}: this configuration of kind = \"{kind}\" needs all heads on one rank"
+                    ),
+                    "give the layer another kind or configuration",
+                ),
+                false => (
+                    format!("a divisor of the {} heads of keys and values", shape.kv_heads),
+                    "set a model.kv_heads that it divides",
+                ),
+            };
+            problems.check(
+                false,
+                "train.context_parallel",
+                shared,
+                allowed,
+                format!("{remedy}, or {instead}"),
+            );
+        }
     }
 
     /// The stages of the run.

@@ -532,3 +532,21 @@ fn streams_ask_for_states_and_for_batches_of_one_shape() {
     let states = ["data.rows=\"streams\"", "model.attention={ kind = \"kda\" }"];
     assert_eq!(crate::testing::config(&states).data.rows, longwall_data::Rows::Streams);
 }
+
+#[test]
+fn ranks_that_share_rows_divide_heads_and_rows() {
+    let shared = "train.context_parallel=4";
+    let noise = ["data.rows=\"streams\"", "train.noise_scale.every=10"];
+    insta::assert_snapshot!(error(&[&[shared, "model.attention={ kind = \"linear\" }"], &noise[..]].concat()), @"");
+    insta::assert_snapshot!(error(&[shared, "model.kv_heads=2"]), @"");
+    insta::assert_snapshot!(error(&[shared, "model.attention.position=alibi"]), @"");
+    insta::assert_snapshot!(error(&["train.context_parallel=3"]), @"");
+    insta::assert_snapshot!(error(&["train.context_parallel=0"]), @"");
+    insta::assert_snapshot!(error(&[shared, "data.seq_len=32"]), @"");
+    let heads = [
+        "model.attention={ kind = \"mamba2\" }",
+        "model.attention={ kind = \"mamba2\", key_heads = 4 }",
+    ];
+    assert!(error(&[shared, heads[0]]).contains("needs all heads on one rank"));
+    assert_eq!(parse(BASE, &[shared, heads[1]]).unwrap().train.context_parallel, 4);
+}

@@ -30,6 +30,10 @@ pub struct TrainConfig {
     /// keeping its activations. Less memory, about a third more work, the same numbers. Default false.
     #[serde(default)]
     pub recompute: bool,
+    /// Ranks that share each row: each computes a part of its tokens, for rows that are too long for one GPU. It divides
+    /// the number of GPUs, the heads and the tokens of a row. Default 1.
+    #[serde(default = "one")]
+    pub context_parallel: usize,
     /// Peak learning rate.
     pub lr: f64,
     /// Coefficient of the z-loss, which training adds to the loss of each token: z_loss · ln² Σ exp(logit)
@@ -80,6 +84,8 @@ pub struct TrainConfig {
 
 /// The largest learning rate: it fits into an f32.
 const LARGEST_LR: f64 = 1e38;
+/// The fewest tokens of a row that a rank computes: more than short convolutions read back.
+const LEAST_SHARED_TOKENS: usize = 16;
 /// The most tokens of a step.
 pub(super) const MOST_BATCH_TOKENS: u64 = 1 << 32;
 /// The largest coefficient of the z-loss.
@@ -89,6 +95,10 @@ const MOST_SAMPLE_TOKENS: usize = 1 << 24;
 
 fn default_clip() -> OrOff {
     OrOff(Some(1.0))
+}
+
+fn one() -> usize {
+    1
 }
 
 fn off() -> OrOff {
@@ -240,8 +250,15 @@ impl TrainConfig {
     pub(super) fn base_stage(&self, seq_len: usize, window: Option<usize>) -> Stage {
         let (batch_tokens, micro_batch) = (self.batch_tokens, self.micro_batch);
         let least_micro_batches = if self.noise_scale.every.is_on() { 2 } else { 1 };
-        let start = Stage::default();
-        Stage { batch_tokens, seq_len, micro_batch, window, least_micro_batches, ..start }
+        Stage {
+            batch_tokens,
+            seq_len,
+            micro_batch,
+            window,
+            least_micro_batches,
+            context_parallel: self.context_parallel,
+            ..Stage::default()
+        }
     }
 
     /// The places in `evaluate` of the evaluations that are due after `step` finished steps.
@@ -259,6 +276,7 @@ impl TrainConfig {
     pub fn validate(&self, seq_len: usize, problems: &mut Problems) {
         self.validate_batch(seq_len, problems);
         let timeline = self.validate_stages(seq_len, problems);
+        self.validate_shared_rows(&timeline, problems);
         problems.check(
             self.lr > 0.0 && self.lr <= LARGEST_LR,
             "train.lr",
@@ -307,6 +325,35 @@ impl TrainConfig {
             self.checkpoint.keep_last,
             "1 or more",
             "keep at least one checkpoint, so that the run can be resumed",
+        );
+    }
+
+    /// Records rows that cannot be shared by the ranks.
+    fn validate_shared_rows(&self, timeline: &Timeline, problems: &mut Problems) {
+        let shared = self.context_parallel;
+        let fits = |stage: &Stage| {
+            shared > 0
+                && stage.seq_len.is_multiple_of(shared)
+                && stage.seq_len / shared >= LEAST_SHARED_TOKENS
+        };
+        if let Some(stage) = timeline.stages().iter().find(|stage| shared != 1 && !fits(stage)) {
+            problems.check(
+                false,
+                "train.context_parallel",
+                shared,
+                format!(
+                    "a divisor of the {} tokens of a row that leaves {LEAST_SHARED_TOKENS} to each rank",
+                    stage.seq_len
+                ),
+                "leave it out, or set 2, 4 or 8 for as many GPUs",
+            );
+        }
+        problems.check(
+            shared <= 1 || !self.noise_scale.every.is_on(),
+            "train.noise_scale.every",
+            format!("set, with train.context_parallel = {shared}"),
+            "\"never\": no rank has the gradient of a micro-batch",
+            "set it to \"never\", or leave context_parallel out",
         );
     }
 

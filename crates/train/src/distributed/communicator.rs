@@ -7,13 +7,14 @@
 //! equal bits.
 
 use std::ffi::{CStr, OsString, c_char, c_int, c_void};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::ptr::null_mut;
-use std::sync::OnceLock;
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use burn::tensor::DType;
 use libloading::Library;
-use longwall_kernels::cuda::{CudaTensor, SideStream, contiguous, unshare};
+use longwall_kernels::cuda::{CudaTensor, SideStream, contiguous, empty, unshare};
 
 /// Names the library's file, before any other place is searched.
 pub const PATH_VARIABLE: &str = "LONGWALL_NCCL";
@@ -120,6 +121,8 @@ struct Nccl {
         Comm,
         Stream,
     ) -> Status,
+    send: unsafe extern "C" fn(*const c_void, usize, c_int, c_int, Comm, Stream) -> Status,
+    receive: unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Comm, Stream) -> Status,
     group_start: unsafe extern "C" fn() -> Status,
     group_end: unsafe extern "C" fn() -> Status,
     get_error_string: unsafe extern "C" fn(Status) -> *const c_char,
@@ -164,6 +167,8 @@ impl Nccl {
                 comm_init_rank: function(&library, &path, "ncclCommInitRank")?,
                 reduce: function(&library, &path, "ncclReduce")?,
                 broadcast: function(&library, &path, "ncclBroadcast")?,
+                send: function(&library, &path, "ncclSend")?,
+                receive: function(&library, &path, "ncclRecv")?,
                 group_start: function(&library, &path, "ncclGroupStart")?,
                 group_end: function(&library, &path, "ncclGroupEnd")?,
                 get_error_string: function(&library, &path, "ncclGetErrorString")?,
@@ -286,7 +291,14 @@ pub struct Communicator {
     comm: Comm,
     rank: usize,
     stream: SideStream,
+    /// Held during a group of calls.
+    calls: Mutex<()>,
 }
+
+// SAFETY: NCCL allows calls from any thread, one at a time, which `calls` ensures.
+unsafe impl Send for Communicator {}
+// SAFETY: likewise.
+unsafe impl Sync for Communicator {}
 
 impl Communicator {
     /// Joins the communicator `id` of `world_size` ranks as `rank`, with GPU `gpu` of those that this process sees.
@@ -312,7 +324,7 @@ impl Communicator {
             let joined = (nccl.comm_init_rank)(&mut comm, world_size, id, rank);
             nccl.check("ncclCommInitRank", joined).map_err(NcclError::at_start)?;
         }
-        Ok(Communicator { nccl, comm, rank, stream })
+        Ok(Communicator { nccl, comm, rank, stream, calls: Mutex::new(()) })
     }
 
     /// Sums each tensor over the ranks into the tensor of its owner.
@@ -335,23 +347,25 @@ impl Communicator {
             (tensor, owner)
         };
         let tensors: Vec<_> = tensors.into_iter().map(own).collect();
-        self.grouped(&tensors, |at, tensor, owner| {
-            let elements = tensor.meta.shape().num_elements();
-            // SAFETY: the buffer has so many f32 numbers, and `grouped` keeps it alive. A rank that is not the owner
-            // only reads it.
-            let status = unsafe {
-                (self.nccl.reduce)(
-                    at as *const c_void,
-                    at as *mut c_void,
-                    elements,
-                    F32,
-                    SUM,
-                    owner as c_int,
-                    self.comm,
-                    self.stream.as_ptr(),
-                )
-            };
-            self.nccl.check("ncclReduce", status)
+        self.grouped(tensors.iter().map(|(tensor, _)| tensor), |addresses| {
+            tensors.iter().zip(addresses).try_for_each(|((tensor, owner), &at)| {
+                let elements = tensor.meta.shape().num_elements();
+                // SAFETY: the buffer has so many f32 numbers, and `grouped` keeps it alive. A rank that is not the owner
+                // only reads it.
+                let status = unsafe {
+                    (self.nccl.reduce)(
+                        at as *const c_void,
+                        at as *mut c_void,
+                        elements,
+                        F32,
+                        SUM,
+                        *owner as c_int,
+                        self.comm,
+                        self.stream.as_ptr(),
+                    )
+                };
+                self.nccl.check("ncclReduce", status)
+            })
         })?;
         let own = |(tensor, owner)| (owner == self.rank).then_some(tensor);
         Ok(tensors.into_iter().map(own).collect())
@@ -374,48 +388,83 @@ impl Communicator {
             (tensor, owner)
         };
         let tensors: Vec<_> = tensors.into_iter().map(own).collect();
-        self.grouped(&tensors, |at, tensor, owner| {
-            let bytes = tensor.meta.shape().num_elements() * tensor.dtype.size();
-            // SAFETY: the buffer has so many bytes, and `grouped` keeps it alive. The owner only reads it.
-            let status = unsafe {
-                (self.nccl.broadcast)(
-                    at as *const c_void,
-                    at as *mut c_void,
-                    bytes,
-                    BYTES,
-                    owner as c_int,
-                    self.comm,
-                    self.stream.as_ptr(),
-                )
-            };
-            self.nccl.check("ncclBroadcast", status)
+        self.grouped(tensors.iter().map(|(tensor, _)| tensor), |addresses| {
+            tensors.iter().zip(addresses).try_for_each(|((tensor, owner), &at)| {
+                let bytes = tensor.meta.shape().num_elements() * tensor.dtype.size();
+                // SAFETY: the buffer has so many bytes, and `grouped` keeps it alive. The owner only reads it.
+                let status = unsafe {
+                    (self.nccl.broadcast)(
+                        at as *const c_void,
+                        at as *mut c_void,
+                        bytes,
+                        BYTES,
+                        *owner as c_int,
+                        self.comm,
+                        self.stream.as_ptr(),
+                    )
+                };
+                self.nccl.check("ncclBroadcast", status)
+            })
         })?;
         Ok(tensors.into_iter().map(|(tensor, _)| tensor).collect())
     }
 
-    /// Issues `call` for the address of each tensor as one group, between the context's earlier and later work.
-    fn grouped(
+    /// Sends the n-th of equal blocks of `x` to the n-th of `ranks`, one of which is this rank. Block n of the result is
+    /// what the n-th of them sends here. All of these ranks pass the same shape and type.
+    ///
+    /// # Errors
+    /// When NCCL fails.
+    pub fn all_to_all(&self, x: &CudaTensor, ranks: Range<usize>) -> Result<CudaTensor, NcclError> {
+        let x = contiguous(x);
+        let y = empty(&x, x.meta.shape().as_slice(), x.dtype);
+        let block = x.meta.shape().num_elements() / ranks.len() * x.dtype.size();
+        let (nccl, comm, stream) = (self.nccl, self.comm, self.stream.as_ptr());
+        self.grouped([&x, &y].into_iter(), |addresses| {
+            for (n, rank) in ranks.enumerate() {
+                let at = |address: u64| address + (n * block) as u64;
+                let (sent, got) = (at(addresses[0]), at(addresses[1]));
+                // SAFETY: both buffers have so many bytes for each rank, and `grouped` keeps them alive.
+                let status = unsafe {
+                    (nccl.send)(sent as *const c_void, block, BYTES, rank as c_int, comm, stream)
+                };
+                nccl.check("ncclSend", status)?;
+                // SAFETY: likewise.
+                let status = unsafe {
+                    (nccl.receive)(got as *mut c_void, block, BYTES, rank as c_int, comm, stream)
+                };
+                nccl.check("ncclRecv", status)?;
+            }
+            Ok(())
+        })?;
+        Ok(y)
+    }
+
+    /// Issues the `calls`, which get the addresses of the tensors, as one group, between the context's earlier and later
+    /// work.
+    fn grouped<'a>(
         &self,
-        tensors: &[(CudaTensor, usize)],
-        call: impl Fn(u64, &CudaTensor, usize) -> Result<(), NcclError>,
+        tensors: impl Iterator<Item = &'a CudaTensor>,
+        calls: impl FnOnce(&[u64]) -> Result<(), NcclError>,
     ) -> Result<(), NcclError> {
+        let _one_at_a_time = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
         // Blocks until the work that writes these buffers is issued. Kept until the end, so that the buffers stay
         // allocated.
         let resource =
             |x: &CudaTensor| x.client.get_resource(x.handle.clone()).expect("the buffer exists");
-        let resources: Vec<_> = tensors.iter().map(|(tensor, _)| resource(tensor)).collect();
+        let resources: Vec<_> = tensors.map(resource).collect();
+        let addresses: Vec<u64> = resources.iter().map(|x| x.resource().ptr).collect();
         self.stream.begin();
         // SAFETY: takes nothing.
-        self.nccl.check("ncclGroupStart", unsafe { (self.nccl.group_start)() })?;
-        let calls = tensors.iter().zip(&resources).try_for_each(|((tensor, owner), resource)| {
-            call(resource.resource().ptr, tensor, *owner)
+        let started = unsafe { (self.nccl.group_start)() };
+        let result = self.nccl.check("ncclGroupStart", started).and_then(|()| {
+            let called = calls(&addresses);
+            // SAFETY: ends the group started above, even if a call in it failed.
+            let ended = unsafe { (self.nccl.group_end)() };
+            called.and(self.nccl.check("ncclGroupEnd", ended))
         });
-        // SAFETY: ends the group started above, even if a call in it failed.
-        let ended = unsafe { (self.nccl.group_end)() };
-        calls?;
-        self.nccl.check("ncclGroupEnd", ended)?;
+        // Also after a failure: what was issued may still use the buffers.
         self.stream.end();
-        Ok(())
+        result
     }
 }
 
@@ -423,7 +472,26 @@ impl Communicator {
 
 #[cfg(test)]
 mod tests {
+    use burn::tensor::{FloatDType, Int, Tensor};
+    use longwall_kernels::Cuda;
+    use longwall_kernels::backend::{primitive, tensor};
+
     use super::*;
+
+    #[test]
+    #[ignore = "needs a GPU and NCCL"]
+    fn a_rank_alone_exchanges_with_itself() {
+        let alone = Communicator::new(0, 0, 1, unique_id().unwrap()).unwrap();
+        for dtype in [FloatDType::F32, FloatDType::BF16] {
+            let numbers = Tensor::<Cuda, 1, Int>::arange(0..5 << 20, &Default::default());
+            let x = numbers.remainder_scalar(251).float().cast(dtype).reshape([5, 1 << 20]);
+            // A view that is not contiguous.
+            let x = x.swap_dims(0, 1);
+            let want = x.clone().into_data();
+            let y = alone.all_to_all(&primitive(x), 0..1).unwrap();
+            assert_eq!(tensor::<Cuda, 2>(y).into_data(), want);
+        }
+    }
 
     #[test]
     fn a_path_that_is_set_is_the_only_one() {

@@ -1,7 +1,7 @@
 //! Training over several GPUs, one process each: who the ranks are, and how they talk.
 //!
 //! A rank is one process with one GPU. All ranks hold the whole model. A step's rows are divided over the ranks
-//! ([`World::part`]), each gradient is summed to the rank that owns its parameter ([`owners`]), the owner alone keeps
+//! ([`World::part`]), or over groups of ranks that share them ([`World::groups`]), each gradient is summed to the rank that owns its parameter ([`owners`]), the owner alone keeps
 //! the parameter's optimiser state, updates it, and sends the new value to the others (ZeRO stage 1 by whole
 //! parameters; Rajbhandari et al., 2020).
 //!
@@ -22,9 +22,11 @@ mod store;
 mod tests;
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use burn::tensor::ops::FloatTensor;
 use longwall_kernels::backend::OpBackend;
+use longwall_kernels::ops::all_to_all::Peers;
 
 pub use communicator::{NcclError, version as nccl_version};
 pub use environment::{Environment, EnvironmentError};
@@ -55,6 +57,18 @@ impl World {
     /// Whether this is rank 0, which alone writes the run's folder.
     pub fn is_first(self) -> bool {
         self.rank == 0
+    }
+
+    /// The groups of `shared` consecutive ranks that share rows, and which of them this rank is in.
+    pub fn groups(self, shared: usize) -> World {
+        let shared = shared.max(1);
+        World { rank: self.rank / shared, size: self.size / shared }
+    }
+
+    /// The ranks of this rank's group of `shared` consecutive ranks.
+    pub fn group(self, shared: usize) -> Range<usize> {
+        let first = self.rank / shared * shared;
+        first..first + shared
     }
 
     /// This rank's part of `rows` rows: contiguous, and of equal size on all ranks.
@@ -251,6 +265,24 @@ pub trait Collective<B: OpBackend> {
     /// As [`Collective::reduce`].
     fn barrier(&self) -> Result<(), CollectiveError> {
         self.all_gather(vec![]).map(drop)
+    }
+
+    /// The `shared` consecutive ranks that share rows with this one, itself included: see [`World::group`]. What fails
+    /// between them is kept for [`Collective::check_peers`].
+    ///
+    /// # Panics
+    /// When the connection carries no exchanges between ranks.
+    fn peers(&self, shared: usize) -> Arc<dyn Peers> {
+        panic!("{shared} ranks cannot share rows over this connection")
+    }
+
+    /// Whether all exchanges between [`Collective::peers`] have succeeded. Those after one that failed are not to be
+    /// relied on.
+    ///
+    /// # Errors
+    /// The first failure, as [`Collective::reduce`].
+    fn check_peers(&self) -> Result<(), CollectiveError> {
+        Ok(())
     }
 
     /// Says that this rank begins something that all ranks do together and that must end in limited time: step

@@ -1,16 +1,59 @@
 //! Collectives of CUDA tensors by NCCL, and of messages by the store.
 
+use std::fmt;
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
+
+use burn::backend::Flex;
 use burn::tensor::ops::FloatTensor;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::cuda::CudaTensor;
+use longwall_kernels::ops::all_to_all::Peers;
 
 use super::communicator::{Communicator, NcclError, START_HINT, UniqueId, unique_id, version};
 use super::{Collective, CollectiveError, Owned, Store, World};
 
 /// The GPUs of all ranks, connected by NCCL.
 pub struct Nccl {
-    communicator: Communicator,
+    communicator: Arc<Communicator>,
     store: Store,
+    /// The first failure of an exchange between ranks that share rows.
+    failed: Arc<OnceLock<NcclError>>,
+}
+
+/// Ranks that share rows with this one.
+struct RowPeers {
+    communicator: Arc<Communicator>,
+    world: World,
+    ranks: Range<usize>,
+    failed: Arc<OnceLock<NcclError>>,
+}
+
+impl fmt::Debug for RowPeers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {} of {:?}", self.world.rank, self.ranks)
+    }
+}
+
+impl Peers for RowPeers {
+    fn rank(&self) -> usize {
+        self.world.rank - self.ranks.start
+    }
+
+    fn size(&self) -> usize {
+        self.ranks.len()
+    }
+
+    fn all_to_all_cpu(&self, _x: FloatTensor<Flex>) -> FloatTensor<Flex> {
+        unreachable!("NCCL's ranks have GPUs")
+    }
+
+    fn all_to_all_cuda(&self, x: CudaTensor) -> CudaTensor {
+        self.communicator.all_to_all(&x, self.ranks.clone()).unwrap_or_else(|error| {
+            self.failed.get_or_init(|| error);
+            x
+        })
+    }
 }
 
 impl Nccl {
@@ -38,7 +81,7 @@ impl Nccl {
         let id = UniqueId(ids[0][..].try_into().expect("NCCL's 128 bytes from rank 0"));
         let communicator = Communicator::new(gpu, world.rank, world.size, id).map_err(fail)?;
         store.finished();
-        Ok(Nccl { communicator, store })
+        Ok(Nccl { communicator: Arc::new(communicator), store, failed: Arc::default() })
     }
 
     /// Ends the connection of the GPUs. The ranks can still exchange messages.
@@ -93,6 +136,20 @@ impl<B: OpBackend> Collective<B> for Nccl {
 
     fn all_gather(&self, message: Vec<u8>) -> Result<Vec<Vec<u8>>, CollectiveError> {
         self.store.all_gather(message)
+    }
+
+    fn peers(&self, shared: usize) -> Arc<dyn Peers> {
+        let world = self.store.world();
+        Arc::new(RowPeers {
+            communicator: Arc::clone(&self.communicator),
+            world,
+            ranks: world.group(shared),
+            failed: Arc::clone(&self.failed),
+        })
+    }
+
+    fn check_peers(&self) -> Result<(), CollectiveError> {
+        self.failed.get().map_or(Ok(()), |error| Err(error.clone().into()))
     }
 
     fn begin_step(&self, step: u64, compiles: bool) {

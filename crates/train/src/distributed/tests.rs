@@ -1,6 +1,7 @@
 //! Training on ranks that are threads.
 
 mod opened;
+mod shared_rows;
 mod waits;
 
 use std::path::Path;
@@ -27,7 +28,12 @@ use crate::testing::TestBackend;
 fn on_ranks<R: Send>(size: usize, rank: impl Fn(Loopback) -> R + Sync) -> Vec<R> {
     std::thread::scope(|scope| {
         let rank = &rank;
-        let start = |loopback| scope.spawn(move || rank(loopback));
+        let start = |loopback: Loopback| {
+            scope.spawn(move || {
+                loopback.begin();
+                rank(loopback)
+            })
+        };
         let threads: Vec<_> = loopback::ranks(size).into_iter().map(start).collect();
         threads.into_iter().map(|thread| thread.join().expect("no rank panics")).collect()
     })
@@ -101,6 +107,16 @@ fn parts_cover_the_rows_once() {
     let parts: Vec<_> = (0..3).map(|rank| World { rank, size: 3 }.part(12)).collect();
     assert_eq!(parts, [0..4, 4..8, 8..12]);
     assert_eq!(World::ALONE.part(5), 0..5);
+}
+
+#[test]
+fn ranks_in_groups_take_the_rows_of_their_group() {
+    let worlds = (0..6).map(|rank| World { rank, size: 6 });
+    let of = |world: World| (world.groups(2).part(12), world.group(2));
+    let found: Vec<_> = worlds.map(of).collect();
+    assert_eq!(found[..3], [(0..4, 0..2), (0..4, 0..2), (4..8, 2..4)]);
+    assert_eq!(found[5], (8..12, 4..6));
+    assert_eq!(World::ALONE.groups(1), World::ALONE);
 }
 
 #[test]

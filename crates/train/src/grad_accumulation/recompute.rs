@@ -4,14 +4,13 @@
 use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
 use burn::tensor::Tensor;
-use longwall_kernels::attention::DocumentStarts;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::ops::cross_entropy::Loss;
 use longwall_kernels::ops::vjp_root::vjp_root;
 use longwall_model::LanguageModel;
-use longwall_model::layers::Block;
+use longwall_model::layers::{Block, Span};
 
-use super::MicroBatch;
+use super::Tokens;
 use crate::gradients::{Gradients, Graph};
 
 /// Runs one micro-batch: returns its loss and adds its gradients to `gradients`. Rows of streams go on from `carried`,
@@ -22,16 +21,15 @@ use crate::gradients::{Gradients, Graph};
 /// for bit if kernels are deterministic.
 pub(super) fn block_by_block<B: OpBackend>(
     model: &LanguageModel<Autodiff<B>>,
-    rows: MicroBatch<Autodiff<B>>,
+    tokens: Tokens<Autodiff<B>>,
     carried: Option<&mut [Tensor<Autodiff<B>, 2>]>,
-    weights: Tensor<Autodiff<B>, 2>,
     z_loss: f32,
     gradients: &mut Gradients<B>,
 ) -> Loss<Autodiff<B>> {
-    let MicroBatch { inputs: tokens, targets, document_starts: documents } = rows;
+    let Tokens { inputs: tokens, targets, weights, span } = tokens;
     let past = carried.as_deref().map(<[_]>::to_vec);
     let BlockInputs { mut blocks, output, first_values } =
-        block_inputs(model, &tokens, &documents, carried);
+        block_inputs(model, &tokens, &span, carried);
 
     // The layers after the blocks.
     let x = Tensor::from_inner(output).require_grad();
@@ -50,7 +48,7 @@ pub(super) fn block_by_block<B: OpBackend>(
         let values_leaf = values_leaf.map(|values| Tensor::from_inner(values).require_grad());
         let mut values = values_leaf.clone();
         let mut past = past.as_ref().map(|past| past[at].clone());
-        let y = forward(block, x.clone(), &documents, past.as_mut(), &mut values);
+        let y = forward(block, x.clone(), &span, past.as_mut(), &mut values);
         let mut root = vjp(y, dy);
         if let (0, Some(values)) = (at, values) {
             let learned = model.blocks.iter().any(|block| block.attention.value_mix.is_some());
@@ -63,7 +61,7 @@ pub(super) fn block_by_block<B: OpBackend>(
     }
 
     // The embedding, which may share its weight with the output layer.
-    ends.add_backward(model, vjp(model.embedded(tokens, documents), dy));
+    ends.add_backward(model, vjp(model.embedded(tokens, &span), dy));
     gradients.add(ends);
     loss
 }
@@ -82,17 +80,17 @@ struct BlockInputs<B: OpBackend> {
 fn block_inputs<B: OpBackend>(
     model: &LanguageModel<Autodiff<B>>,
     tokens: &Tensor<Autodiff<B>, 2, burn::tensor::Int>,
-    documents: &DocumentStarts<Autodiff<B>>,
+    span: &Span<Autodiff<B>>,
     mut carried: Option<&mut [Tensor<Autodiff<B>, 2>]>,
 ) -> BlockInputs<B> {
     let model = model.valid();
-    let documents = documents.clone().map(Tensor::inner);
-    let mut x = model.embedded(tokens.clone().inner(), documents.clone());
+    let span = span.inner();
+    let mut x = model.embedded(tokens.clone().inner(), &span);
     let (mut blocks, mut first_values) = (Vec::new(), None);
     for (at, block) in model.blocks.iter().enumerate() {
         blocks.push(x.clone());
         let mut past = carried.as_deref().map(|carried| carried[at].clone().inner());
-        x = forward(block, x, &documents, past.as_mut(), &mut first_values);
+        x = forward(block, x, &span, past.as_mut(), &mut first_values);
         if let (Some(carried), Some(past)) = (carried.as_deref_mut(), past) {
             carried[at] = Tensor::from_inner(past);
         }
@@ -104,13 +102,13 @@ fn block_inputs<B: OpBackend>(
 fn forward<B: OpBackend>(
     block: &Block<B>,
     x: Tensor<B, 3>,
-    documents: &DocumentStarts<B>,
+    span: &Span<B>,
     past: Option<&mut Tensor<B, 2>>,
     first_values: &mut Option<Tensor<B, 3>>,
 ) -> Tensor<B, 3> {
     match past {
-        Some(past) => block.forward_from(x, documents.clone(), past, first_values),
-        None => block.forward(x, documents.clone(), first_values),
+        Some(past) => block.forward_from(x, span.documents().clone(), past, first_values),
+        None => block.forward(x, span, first_values),
     }
 }
 
@@ -150,72 +148,13 @@ fn with_first_values<B: OpBackend>(
 
 #[cfg(test)]
 mod tests {
-    use burn::tensor::TensorMetadata;
-    use burn::tensor::ops::FloatTensorOps;
-    use longwall_config::Problems;
-    use longwall_kernels::attention::AttentionConfig;
-    use longwall_kernels::backend::tensor;
-    use longwall_model::ModelConfig;
-
     use crate::grad_accumulation::tests::{PLAN, batch};
     use crate::grad_accumulation::{AccumulationPlan, forward_backward, weight_sum};
     use crate::signals::StopFlag;
-    use crate::testing::{TestBackend, TestModel, model_of};
-
-    /// Block configurations that together use every option; `[attention]` is added later.
-    const BLOCKS: [&str; 6] = [
-        "arch = \"gpt2\"\nbias = true\npositions = \"learned\"\nembedding_norm = true",
-        "arch = \"llama\"\nqk_norm = true\noutput_gate = true\nshort_conv = true\nkv_heads = 2",
-        "arch = \"llama\"\nnorm_position = \"sandwich\"\nvalue_residual = \"learned\"",
-        "arch = \"llama\"\nnorm_position = \"post\"\ntoken_shift = true\ntie_embeddings = true",
-        "arch = \"rwkv7\"\nlogit_softcap = 5.0",
-        "arch = \"rwkv7\"\nshort_conv = true\noutput_gate = true\nvalue_residual = \"learned\"",
-    ];
-
-    /// Models whose layers differ in kind, with and without a value residual.
-    fn hybrids() -> impl Iterator<Item = ModelConfig> {
-        let residuals = ["none", "learned", "gated"];
-        let patterns = [["rwkv7", "rope", "wall", "fox"], ["rope", "power", "rope", "rwkv7"]];
-        let tables = patterns.into_iter().flat_map(move |pattern| {
-            residuals.map(|residual| {
-                format!(
-                    "layers = 4\nwidth = 32\nheads = 4\nvalue_residual = {residual:?}\n\
-                     pattern = {pattern:?}"
-                )
-            })
-        });
-        tables.map(|table| {
-            let config: ModelConfig = toml::from_str(&table).unwrap();
-            let mut problems = Problems::new();
-            config.validate(&mut problems);
-            assert!(problems.as_slice().is_empty(), "{table}: {:?}", problems.as_slice());
-            config
-        })
-    }
-
-    /// Every attention kind that the blocks allow; the last blocks have a window if the kind allows one.
-    fn configs() -> Vec<ModelConfig> {
-        let mut configs = Vec::new();
-        for (at, blocks) in BLOCKS.iter().enumerate() {
-            for attention in AttentionConfig::defaults() {
-                // Four layers: the values of the first reach three others.
-                let table = format!("{blocks}\nlayers = 4\nwidth = 32\nheads = 4");
-                let mut table: toml::Table = table.parse().unwrap();
-                let attention = toml::Value::try_from(&attention).unwrap();
-                table.insert("attention".to_owned(), attention);
-                if at == 5 {
-                    table.insert("window".to_owned(), 5.into());
-                }
-                let config: ModelConfig = table.try_into().unwrap();
-                let mut problems = Problems::new();
-                config.validate(&mut problems);
-                if problems.as_slice().is_empty() {
-                    configs.push(config);
-                }
-            }
-        }
-        configs
-    }
+    use crate::testing::{TestBackend, TestModel, model_of, models_of_all_layers};
+    use burn::tensor::TensorMetadata;
+    use burn::tensor::ops::FloatTensorOps;
+    use longwall_kernels::backend::tensor;
 
     /// The bits of the loss's terms and of every gradient, in order.
     fn pass(model: &TestModel, recompute: bool) -> (Vec<u32>, Vec<Option<Vec<u32>>>) {
@@ -223,9 +162,10 @@ mod tests {
         let plan = AccumulationPlan { recompute, z_loss: 0.1, ..PLAN };
         let device = Default::default();
         let (weights, never) = (weight_sum(&batch), StopFlag::new());
-        let pass =
-            forward_backward::<TestBackend>(model, &batch, None, weights, plan, &never, &device)
-                .unwrap();
+        let pass = forward_backward::<TestBackend>(
+            model, &batch, None, None, weights, plan, &never, &device,
+        )
+        .unwrap();
         let bits = |x: &burn::tensor::ops::FloatTensor<TestBackend>| {
             let flat = TestBackend::float_reshape(x.clone(), [x.shape().num_elements()].into());
             let data = tensor::<TestBackend, 1>(flat).into_data();
@@ -237,9 +177,7 @@ mod tests {
 
     #[test]
     fn losses_and_gradients_equal_those_of_one_graph_to_the_bit() {
-        let configs = configs();
-        assert!(configs.len() > 60, "{} configurations are left", configs.len());
-        for config in configs.into_iter().chain(hybrids()) {
+        for config in models_of_all_layers() {
             let model = model_of(&config);
             let ((loss, whole), (recomputed, parts)) = (pass(&model, false), pass(&model, true));
             assert_eq!(loss, recomputed, "loss of {config:?}");

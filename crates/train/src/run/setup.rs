@@ -2,12 +2,14 @@
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use burn::backend::Autodiff;
 use burn::module::{AutodiffModule, Module};
 use longwall_data::{Loader, Rows, Split, Tokenizer, verify_shards};
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::DeviceKind;
+use longwall_kernels::ops::all_to_all::Peers;
 use longwall_model::cost::Parameters;
 use longwall_model::{LanguageModel, Precision};
 
@@ -46,6 +48,8 @@ pub(super) struct Run<'a, B: OpBackend> {
     pub device: B::Device,
     pub device_name: String,
     pub collective: &'a dyn Collective<B>,
+    /// The ranks that share this one's rows, if any do.
+    pub peers: Option<Arc<dyn Peers>>,
     pub run_dir: PathBuf,
     /// Rank 0's.
     pub folder: Option<RunFolder>,
@@ -167,6 +171,8 @@ pub(super) fn open<'a, B: OpBackend>(
         device: device.clone(),
         device_name: options.device_name.clone(),
         collective,
+        peers: (config.train.context_parallel > 1)
+            .then(|| collective.peers(config.train.context_parallel)),
         run_dir,
         folder,
         checkpoints: CheckpointWriter::new(checkpoints),

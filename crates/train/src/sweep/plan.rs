@@ -166,7 +166,23 @@ fn plan_run(
         source => SweepError::Run { run: name.clone(), source },
     })?;
     check_weights(sweep, &name, &config)?;
+    check_ranks(&name, &config)?;
     Ok(PlannedRun { name, labels, seed, sets, config })
+}
+
+/// Refuses the run `name` if its rows need several GPUs: a run of a sweep has one.
+fn check_ranks(name: &str, config: &RunConfig) -> Result<(), SweepError> {
+    match config.train.context_parallel {
+        1 => Ok(()),
+        ranks => Err(SweepError::Config(ConfigError::Key {
+            place: "the sweep".to_owned(),
+            problem: format!(
+                "train.context_parallel is {ranks} ({name}); allowed: 1, a run of a sweep has one GPU"
+            ),
+            hint: "set \"train.context_parallel\" = 1, or train the runs one by one with --gpus"
+                .to_owned(),
+        })),
+    }
 }
 
 /// Refuses an evaluation of the averaged weights of the run `name`, if it keeps no average.

@@ -470,3 +470,10 @@ fn an_evaluation_may_read_the_averaged_weights() {
       hint: add "train.ema" = 0.999 to set, or leave weights out
     "#);
 }
+
+/// A run of a sweep has one GPU.
+#[test]
+fn rows_that_need_several_gpus_are_refused() {
+    let shared = "set = { \"train.context_parallel\" = 2 }";
+    insta::assert_snapshot!(Sandbox::new(shared).error(), @"");
+}

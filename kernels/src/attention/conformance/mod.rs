@@ -7,6 +7,7 @@
 //! runs in its place.
 
 mod carried;
+mod head_parts;
 pub mod in_bf16;
 pub mod in_f32;
 mod length;
@@ -16,6 +17,7 @@ mod problem;
 pub mod rowwise;
 mod run;
 
+pub use self::head_parts::heads_in_parts_equal_all;
 pub use self::length::{Decay, holds_at_length};
 pub use self::oracles::{YARN, rotated, rotated_and_scaled, softmax_oracle};
 pub use self::problem::{Problem, Sizes, cut};
@@ -41,6 +43,11 @@ pub trait Conformance: Variant {
     /// amplify the rounding of q and k beyond a useful bound, whose kernels [`PreparedCase`](prepared::PreparedCase)
     /// checks.
     fn kernel_cases() -> Vec<Self> {
+        Self::cases()
+    }
+
+    /// Configurations for layers of four heads of keys and values, which are computed in parts.
+    fn divided_cases() -> Vec<Self> {
         Self::cases()
     }
 
@@ -120,6 +127,14 @@ macro_rules! suites {
                     is_deterministic
                     a_nan_shows
                 );
+
+                #[test]
+                fn heads_in_parts_equal_all() {
+                    crate::attention::conformance::heads_in_parts_equal_all::<
+                        super::Kind,
+                        crate::Cpu,
+                    >();
+                }
             }
 
             mod cuda {

@@ -154,6 +154,15 @@ impl VariantSpec for Config {
         self.key_heads.unwrap_or(shape.kv_heads)
     }
 
+    fn part_of_heads(&self, parts: usize) -> Option<Self> {
+        let key_heads = match self.key_heads {
+            None | Some(1) => self.key_heads,
+            Some(heads) if heads.is_multiple_of(parts) => Some(heads / parts),
+            Some(_) => return None,
+        };
+        Some(Config { key_heads, ..self.clone() })
+    }
+
     fn short_conv(&self) -> bool {
         self.short_conv
     }

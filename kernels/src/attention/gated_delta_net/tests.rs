@@ -25,6 +25,11 @@ impl Conformance for Config {
         ]
     }
 
+    fn divided_cases() -> Vec<Self> {
+        let two = Config { key_heads: Some(2), ..Config::default() };
+        Self::cases().into_iter().chain([two]).collect()
+    }
+
     /// With values of whole fragments.
     fn kernel_cases() -> Vec<Self> {
         let ungated = Config {

@@ -154,6 +154,12 @@ impl VariantSpec for Config {
         self.key_heads
     }
 
+    /// The norm needs all heads that share a head of k.
+    fn part_of_heads(&self, parts: usize) -> Option<Self> {
+        let key_heads = self.key_heads / parts;
+        (key_heads * parts == self.key_heads).then(|| Config { key_heads, ..self.clone() })
+    }
+
     fn short_conv(&self) -> bool {
         self.short_conv
     }

@@ -5,7 +5,7 @@ use longwall_config::Problems;
 use super::Config;
 use crate::attention::conformance::{Conformance, Problem};
 use crate::attention::delta_rule::tests::{rms_norm, sigmoid, softplus, with_extremes};
-use crate::attention::{AttentionShape, Init, VariantSpec};
+use crate::attention::{AttentionShape, HeadParts, Init, VariantSpec};
 use crate::testing::Tensor64;
 
 impl Conformance for Config {
@@ -22,6 +22,10 @@ impl Conformance for Config {
             Config::default(),
             Config { value_dim: Some(48), key_heads: 1, short_conv: false, chunk: 16 },
         ]
+    }
+
+    fn divided_cases() -> Vec<Self> {
+        [2, 4].map(|key_heads| Config { key_heads, ..Config::default() }).into()
     }
 
     const WIDEST_HEAD: usize = 128;
@@ -131,4 +135,18 @@ fn steps_and_decay_rates_start_in_the_papers_ranges() {
     };
     near(ends(&parameters[0].init).map(f64::exp), [1.0, 8.5, 16.0]);
     near(ends(&parameters[1].init).map(softplus), [0.001, 0.01, 0.1]);
+}
+
+/// The norm needs all heads that share a head of k.
+#[test]
+fn heads_that_share_a_head_of_k_are_not_divided() {
+    let shape = AttentionShape::new(64, 4, 4, 16);
+    let parts = |key_heads, parts| {
+        let config = Config { key_heads, ..Config::default() };
+        HeadParts::of(&config, &shape, parts).map(|part| part.variant.key_heads)
+    };
+    assert_eq!(
+        [(1, 2), (2, 2), (2, 4), (4, 4)].map(|(k, n)| parts(k, n)),
+        [None, Some(1), None, Some(1)]
+    );
 }

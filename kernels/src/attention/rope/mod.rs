@@ -137,6 +137,11 @@ impl VariantSpec for Config {
         );
     }
 
+    /// ALiBi's slopes depend on which head it is.
+    fn part_of_heads(&self, _parts: usize) -> Option<Self> {
+        (self.position != Position::Alibi).then(|| self.clone())
+    }
+
     fn parameters(&self, shape: &AttentionShape) -> Vec<ParameterSpec> {
         let (name, init) = ("ssmax_scale", Init::Constant(SSMAX_INIT));
         let scale = self.ssmax.then_some(ParameterSpec { name, elements: shape.heads, init });
