@@ -351,7 +351,7 @@ mod tests {
             whole.document_starts = whole.document_starts.filter(|_| document_mask);
             let sum = weight_sum(&whole);
             let run = |batch: &Batch, carried: Option<&Carried<TestBackend>>, plan| {
-                forward_backward(&model, batch, carried, sum, plan, &never, &device).unwrap()
+                forward_backward(&model, batch, carried, None, sum, plan, &never, &device).unwrap()
             };
             let want = run(&whole, None, PLAN).scalars().loss;
             let halves = whole.clone().cut(8);

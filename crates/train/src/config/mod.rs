@@ -286,7 +286,7 @@ impl RunConfig {
             let (allowed, instead) = match divides {
                 true => (
                     format!(
-                        "1 with layer {layer}: this configuration of kind = \"{kind}\" needs all heads on one rank"
+                        "1: layer {layer}, with this configuration of kind = \"{kind}\", needs all heads on one rank"
                     ),
                     "give the layer another kind or configuration",
                 ),

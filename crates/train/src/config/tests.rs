@@ -55,7 +55,7 @@ fn differences_name_the_keys() {
 #[test]
 fn unknown_keys_are_errors_with_a_suggestion() {
     insta::assert_snapshot!(error_of("lr = 1e-3", "lr = 1e-3\nclipp = 2.0"), @r"
-    configs/small.toml:25: train.clipp is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, lr, z_loss, clip, optimiser, groups, stages, schedule, ema, skip, norms, noise_scale, validate, evaluate, sample, checkpoint
+    configs/small.toml:25: train.clipp is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, context_parallel, lr, z_loss, clip, optimiser, groups, stages, schedule, ema, skip, norms, noise_scale, validate, evaluate, sample, checkpoint
       hint: did you mean `clip`?
     ");
     insta::assert_snapshot!(error_of("layers = 2", "layers = 2\nqqqq = 1"), @r"
@@ -75,7 +75,7 @@ fn unknown_keys_are_errors_with_a_suggestion() {
       hint: did you mean `tokenizer`?
     ");
     insta::assert_snapshot!(error(&["train.learning_rate=1"]), @r"
-    --set train.learning_rate=1: train.learning_rate is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, lr, z_loss, clip, optimiser, groups, stages, schedule, ema, skip, norms, noise_scale, validate, evaluate, sample, checkpoint
+    --set train.learning_rate=1: train.learning_rate is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, context_parallel, lr, z_loss, clip, optimiser, groups, stages, schedule, ema, skip, norms, noise_scale, validate, evaluate, sample, checkpoint
       hint: did you mean `lr`?
     ");
 }
@@ -536,17 +536,39 @@ fn streams_ask_for_states_and_for_batches_of_one_shape() {
 #[test]
 fn ranks_that_share_rows_divide_heads_and_rows() {
     let shared = "train.context_parallel=4";
-    let noise = ["data.rows=\"streams\"", "train.noise_scale.every=10"];
-    insta::assert_snapshot!(error(&[&[shared, "model.attention={ kind = \"linear\" }"], &noise[..]].concat()), @"");
-    insta::assert_snapshot!(error(&[shared, "model.kv_heads=2"]), @"");
-    insta::assert_snapshot!(error(&[shared, "model.attention.position=alibi"]), @"");
-    insta::assert_snapshot!(error(&["train.context_parallel=3"]), @"");
-    insta::assert_snapshot!(error(&["train.context_parallel=0"]), @"");
-    insta::assert_snapshot!(error(&[shared, "data.seq_len=32"]), @"");
-    let heads = [
-        "model.attention={ kind = \"mamba2\" }",
-        "model.attention={ kind = \"mamba2\", key_heads = 4 }",
-    ];
-    assert!(error(&[shared, heads[0]]).contains("needs all heads on one rank"));
-    assert_eq!(parse(BASE, &[shared, heads[1]]).unwrap().train.context_parallel, 4);
+    let streams = ["data.rows=\"streams\"", "train.noise_scale.every=10"];
+    let linear = [shared, "model.attention={ kind = \"linear\" }"];
+    insta::assert_snapshot!(error(&[&linear[..], &streams].concat()), @r#"
+    configs/small.toml: the configuration has 2 problems:
+    train.noise_scale.every is set, with train.context_parallel = 4; allowed: "never": no rank has the gradient of a micro-batch
+      hint: set it to "never", or leave context_parallel out
+    data.rows is "streams" with train.context_parallel = 4; allowed: "packed", "documents" or "cut-documents" if ranks share rows
+      hint: set data.rows = "packed", or leave train.context_parallel out
+    "#);
+    insta::assert_snapshot!(error(&[shared, "model.kv_heads=2"]), @r"
+    configs/small.toml: the configuration has 1 problem:
+    train.context_parallel is 4; allowed: a divisor of the 2 heads of keys and values
+      hint: leave train.context_parallel out, or set a model.kv_heads that it divides
+    ");
+    insta::assert_snapshot!(error(&[shared, "model.attention.position=alibi"]), @r#"
+    configs/small.toml: the configuration has 1 problem:
+    train.context_parallel is 4; allowed: 1: layer 0, with this configuration of kind = "rope", needs all heads on one rank
+      hint: leave train.context_parallel out, or give the layer another kind or configuration
+    "#);
+    insta::assert_snapshot!(error(&["train.context_parallel=0"]), @r"
+    configs/small.toml: the configuration has 1 problem:
+    train.context_parallel is 0; allowed: a divisor of the 512 tokens of a row that leaves each rank 16 or more
+      hint: leave it out, or set 2, 4 or 8 for as many GPUs
+    ");
+    insta::assert_snapshot!(error(&[shared, "data.seq_len=32"]), @r"
+    configs/small.toml: the configuration has 1 problem:
+    train.context_parallel is 4; allowed: a divisor of the 32 tokens of a row that leaves each rank 16 or more
+      hint: leave it out, or set 2, 4 or 8 for as many GPUs
+    ");
+    // One whose norm spans the heads that share a head of k.
+    let mamba2 = |key_heads: usize| {
+        format!("model.attention={{ kind = \"mamba2\", key_heads = {key_heads} }}")
+    };
+    assert!(error(&[shared, &mamba2(1)]).contains("needs all heads on one rank"));
+    assert_eq!(parse(BASE, &[shared, &mamba2(4)]).unwrap().train.context_parallel, 4);
 }

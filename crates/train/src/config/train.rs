@@ -342,7 +342,7 @@ impl TrainConfig {
                 "train.context_parallel",
                 shared,
                 format!(
-                    "a divisor of the {} tokens of a row that leaves {LEAST_SHARED_TOKENS} to each rank",
+                    "a divisor of the {} tokens of a row that leaves each rank {LEAST_SHARED_TOKENS} or more",
                     stage.seq_len
                 ),
                 "leave it out, or set 2, 4 or 8 for as many GPUs",

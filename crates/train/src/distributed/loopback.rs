@@ -1,16 +1,11 @@
 //! Ranks that are threads of one process, for tests on the CPU.
 
-use std::fmt;
-use std::ops::Range;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use burn::backend::Flex;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Tensor, TensorData, TensorMetadata};
 use longwall_kernels::backend::{OpBackend, primitive, tensor};
-use longwall_kernels::cuda::CudaTensor;
-use longwall_kernels::ops::all_to_all::Peers;
 
 use super::{Collective, CollectiveError, Owned, World};
 
@@ -34,8 +29,6 @@ struct State {
     all: Option<Arc<Vec<Given>>>,
     /// The first rank that has ended, and why.
     gone: Option<(usize, String)>,
-    /// The rank whose turn it is.
-    running: Option<usize>,
 }
 
 struct Shared {
@@ -44,23 +37,12 @@ struct Shared {
     changed: Condvar,
 }
 
-/// What a rank and its [`RowPeers`] are connected by.
-///
-/// Ranks take turns: one runs until it waits for others. burn 0.21 keeps the graphs of all threads together, and a backward
-/// pass may drop nodes that another thread is about to use.
-#[derive(Clone)]
-struct Link {
-    rank: usize,
-    shared: Arc<Shared>,
-}
-
 /// A rank.
 pub(crate) struct Loopback {
-    link: Link,
+    rank: usize,
+    shared: Arc<Shared>,
     /// The steps that it has begun, and whether they may compile kernels.
     pub begun: Mutex<Vec<(u64, bool)>>,
-    /// The first failure of an exchange between ranks that share rows.
-    failed: Arc<OnceLock<CollectiveError>>,
 }
 
 /// `size` ranks.
@@ -68,42 +50,24 @@ pub(crate) fn ranks(size: usize) -> Vec<Loopback> {
     let given = (0..size).map(|_| None).collect();
     let state = Mutex::new(State { given, ..State::default() });
     let shared = Arc::new(Shared { size, state, changed: Condvar::new() });
-    let rank = |rank| Loopback {
-        link: Link { rank, shared: Arc::clone(&shared) },
-        begun: Mutex::default(),
-        failed: Arc::default(),
-    };
+    let rank = |rank| Loopback { rank, shared: Arc::clone(&shared), begun: Mutex::default() };
     (0..size).map(rank).collect()
 }
 
 impl Loopback {
-    /// Waits for the rank's first turn.
-    pub fn begin(&self) {
-        drop(self.link.wait(self.link.lock(), |_| true));
-    }
-}
-
-impl Link {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives up the rank's turn `until` something is so or a rank has ended, and takes the next turn.
     fn wait<'a>(
         &'a self,
-        mut state: MutexGuard<'a, State>,
+        state: MutexGuard<'a, State>,
         until: impl Fn(&State) -> bool,
     ) -> Result<MutexGuard<'a, State>, CollectiveError> {
-        if state.running == Some(self.rank) {
-            state.running = None;
-            self.shared.changed.notify_all();
-        }
-        let waits =
-            |state: &mut State| state.running.is_some() || (!until(state) && state.gone.is_none());
+        let waits = |state: &mut State| !until(state) && state.gone.is_none();
         let waited = self.shared.changed.wait_timeout_while(state, PATIENCE, waits);
-        let (mut state, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+        let (state, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
         assert!(!timeout.timed_out(), "rank {} waits for the others", self.rank);
-        state.running = Some(self.rank);
         match &state.gone {
             Some((rank, reason)) if !until(&state) => {
                 let (host, reason) = ("this process".to_owned(), reason.clone());
@@ -166,9 +130,14 @@ fn flat_data<B: OpBackend>(x: FloatTensor<B>) -> TensorData {
     tensor::<B, 1>(B::float_reshape(x, [elements].into())).into_data()
 }
 
-/// The elements of an f32 tensor.
+/// The elements of a tensor, exact in f32.
 pub(super) fn elements<B: OpBackend>(x: FloatTensor<B>) -> Vec<f32> {
-    flat_data::<B>(x).to_vec().expect("elements are f32")
+    flat_data::<B>(x).iter::<f32>().collect()
+}
+
+/// The inverse of [`elements`], for a tensor like `x`.
+pub(super) fn of_elements<B: OpBackend>(elements: Vec<f32>, x: &FloatTensor<B>) -> FloatTensor<B> {
+    of_data::<B>(TensorData::new(elements, x.shape()).convert_dtype(x.dtype()))
 }
 
 pub(super) fn of_data<B: OpBackend>(data: TensorData) -> FloatTensor<B> {
@@ -179,64 +148,19 @@ pub(super) fn of_data<B: OpBackend>(data: TensorData) -> FloatTensor<B> {
     B::float_reshape(primitive(flat), shape)
 }
 
-/// Ranks that share rows with this one.
-struct RowPeers {
-    link: Link,
-    ranks: Range<usize>,
-    failed: Arc<OnceLock<CollectiveError>>,
-}
-
-impl fmt::Debug for RowPeers {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "rank {} of {:?}", self.link.rank, self.ranks)
-    }
-}
-
-impl Peers for RowPeers {
-    fn rank(&self) -> usize {
-        self.link.rank - self.ranks.start
-    }
-
-    fn size(&self) -> usize {
-        self.ranks.len()
-    }
-
-    fn all_to_all_cpu(&self, x: FloatTensor<Flex>) -> FloatTensor<Flex> {
-        let all = match self.link.exchange_tensors::<Flex>(vec![(x.clone(), 0)]) {
-            Ok(all) => all,
-            Err(error) => {
-                self.failed.get_or_init(|| error);
-                return x;
-            }
-        };
-        let (own, size) = (Peers::rank(self), Peers::size(self));
-        let from = all[self.ranks.clone()].iter();
-        let block = |tensors: &Vec<(TensorData, usize)>| {
-            let elements = tensors[0].0.as_slice::<f32>().expect("the CPU's exchanges are in f32");
-            let block = elements.len() / size;
-            elements[own * block..(own + 1) * block].to_vec()
-        };
-        of_data::<Flex>(TensorData::new(from.flat_map(block).collect::<Vec<f32>>(), x.shape()))
-    }
-
-    fn all_to_all_cuda(&self, _x: CudaTensor) -> CudaTensor {
-        unreachable!("threads train on the CPU")
-    }
-}
-
 impl<B: OpBackend> Collective<B> for Loopback {
     fn world(&self) -> World {
-        World { rank: self.link.rank, size: self.link.shared.size }
+        World { rank: self.rank, size: self.shared.size }
     }
 
     fn reduce(
         &self,
         tensors: Vec<Owned<B>>,
     ) -> Result<Vec<Option<FloatTensor<B>>>, CollectiveError> {
-        let all = self.link.exchange_tensors::<B>(tensors)?;
+        let all = self.exchange_tensors::<B>(tensors)?;
         let sum = |at: usize| {
             let (first, owner) = &all[0][at];
-            (*owner == self.link.rank).then(|| {
+            (*owner == self.rank).then(|| {
                 let mut sum: Vec<f32> = first.to_vec().expect("sums are f32");
                 for theirs in &all[1..] {
                     let term = theirs[at].0.as_slice::<f32>().expect("sums are f32");
@@ -249,27 +173,18 @@ impl<B: OpBackend> Collective<B> for Loopback {
     }
 
     fn broadcast(&self, tensors: Vec<Owned<B>>) -> Result<Vec<FloatTensor<B>>, CollectiveError> {
-        let all = self.link.exchange_tensors::<B>(tensors)?;
+        let all = self.exchange_tensors::<B>(tensors)?;
         let of_owner = |at: usize| of_data::<B>(all[all[0][at].1][at].0.clone());
         Ok((0..all[0].len()).map(of_owner).collect())
     }
 
     fn all_gather(&self, message: Vec<u8>) -> Result<Vec<Vec<u8>>, CollectiveError> {
-        let all = self.link.exchange(Given::Bytes(message))?;
+        let all = self.exchange(Given::Bytes(message))?;
         let bytes = |given: &Given| match given {
             Given::Bytes(bytes) => bytes.clone(),
-            other => panic!("rank {} passes bytes, another {other:?}", self.link.rank),
+            other => panic!("rank {} passes bytes, another {other:?}", self.rank),
         };
         Ok(all.iter().map(bytes).collect())
-    }
-
-    fn peers(&self, shared: usize) -> Arc<dyn Peers> {
-        let ranks = Collective::<B>::world(self).group(shared);
-        Arc::new(RowPeers { link: self.link.clone(), ranks, failed: Arc::clone(&self.failed) })
-    }
-
-    fn check_peers(&self) -> Result<(), CollectiveError> {
-        self.failed.get().map_or(Ok(()), |error| Err(error.clone()))
     }
 
     fn begin_step(&self, step: u64, compiles: bool) {
@@ -278,18 +193,14 @@ impl<B: OpBackend> Collective<B> for Loopback {
 
     fn fail(&self, reason: &str) {
         let reason = format!("failed: {reason}");
-        self.link.lock().gone.get_or_insert((self.link.rank, reason));
-        self.link.shared.changed.notify_all();
+        self.lock().gone.get_or_insert((self.rank, reason));
+        self.shared.changed.notify_all();
     }
 }
 
 impl Drop for Loopback {
     fn drop(&mut self) {
-        let mut state = self.link.lock();
-        state.gone.get_or_insert((self.link.rank, "has ended".to_owned()));
-        if state.running == Some(self.link.rank) {
-            state.running = None;
-        }
-        self.link.shared.changed.notify_all();
+        self.lock().gone.get_or_insert((self.rank, "has ended".to_owned()));
+        self.shared.changed.notify_all();
     }
 }

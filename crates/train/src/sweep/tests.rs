@@ -380,7 +380,7 @@ fn mistakes_in_the_sweep_file_are_named() {
     ");
     let axis = "[[axes]]\nkey = \"train.lrr\"\nvalues = [1.0]";
     insta::assert_snapshot!(Sandbox::new(axis).error(), @r"
-    the run 1.0-seed0 of the sweep cannot be configured: --set train.lrr=1.0: train.lrr is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, lr, z_loss, clip, optimiser, groups, stages, schedule, ema, skip, norms, noise_scale, validate, evaluate, sample, checkpoint
+    the run 1.0-seed0 of the sweep cannot be configured: --set train.lrr=1.0: train.lrr is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, context_parallel, lr, z_loss, clip, optimiser, groups, stages, schedule, ema, skip, norms, noise_scale, validate, evaluate, sample, checkpoint
       hint: did you mean `lr`?
     ");
     let axis = "[[axes]]\nkey = \"train.lr\"\nvalues = [1.0, 1.0]\n[[axes]]\nkey = \"run.seed\"\nvalues = [1]\nnames = [\"a\", \"b\"]";
@@ -475,5 +475,8 @@ fn an_evaluation_may_read_the_averaged_weights() {
 #[test]
 fn rows_that_need_several_gpus_are_refused() {
     let shared = "set = { \"train.context_parallel\" = 2 }";
-    insta::assert_snapshot!(Sandbox::new(shared).error(), @"");
+    insta::assert_snapshot!(Sandbox::new(shared).error(), @r#"
+    the sweep: train.context_parallel is 2 (seed0); allowed: 1, a run of a sweep has one GPU
+      hint: set "train.context_parallel" = 1, or train the runs one by one with --gpus
+    "#);
 }
