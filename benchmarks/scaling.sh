@@ -3,11 +3,11 @@
 #
 #   benchmarks/scaling.sh BINARY 1,2 configs/gpu/gpt2_124m.toml configs/gpu/gpt2_350m.toml
 #
-# Each run does STEPS steps (default 14) on the text of docs/ with the configuration's own batch; the rate is that of the
-# median step after the first WARMUP (default 4), which compile kernels. SETS are further overrides, as
-# SETS="train.batch_tokens=262144 train.recompute=true". Validation and checkpoints are off. With SHARED=yes all GPUs of a
-# run share each row (train.context_parallel).
-# A share of 100 % is as many times the rate on the first number of GPUs as there are more of them.
+# Each run does STEPS steps (default 14) on the text of docs/ with the configuration's own batch; the rate is that of
+# the median step after the first WARMUP (default 4), which compile kernels. SETS are further overrides, as
+# SETS="train.batch_tokens=262144 train.recompute=true". Validation and checkpoints are off. With SHARED=yes all GPUs of
+# a run share each row (train.context_parallel). A share of 100 % is as many times the rate on the first number of GPUs
+# as there are more of them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

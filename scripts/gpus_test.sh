@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Tests training on two GPUs of this machine: losses against one GPU, bits of two equal runs, rows that GPUs share, a rank
-# that is killed, one that is stopped, Ctrl-C, and resumes on another number of GPUs. Writes crates/train/gpus_tested.toml if all pass.
+# Tests training on two GPUs of this machine: losses against one GPU, bits of two equal runs, rows that GPUs share, a
+# rank that is killed, one that is stopped, Ctrl-C, and resumes on another number of GPUs. Writes
+# crates/train/gpus_tested.toml if all pass.
 #
 #   scripts/gpus_test.sh            builds the binary and runs it
 #   scripts/gpus_test.sh BINARY     runs a binary that was built elsewhere
-#   GPUS=4 scripts/gpus_test.sh     on 4 GPUs; their number must divide 64, and GPUs that share rows 4 heads
+#   GPUS=4 scripts/gpus_test.sh     on 4 GPUs; their number must divide 64, and up to 4 of them share rows
 #   WORK=DIR scripts/gpus_test.sh   keeps runs and logs in DIR
 #
 # Needs NCCL 2 and the files of this repository. Takes a few minutes, the most for compiling kernels.
@@ -157,17 +158,23 @@ for optimiser in adamw muon; do
   awk -v first="${first[$optimiser]}" -v worst="${worst[$optimiser]}" \
     'BEGIN { exit !(first + 0 < 2e-4 && worst + 0 < 0.02) }' || fail "$optimiser: these are too far apart"
 done
-say "$gpus GPUs share each row"
-shared=(--set "train.context_parallel=$gpus" --set model.short_conv=true --set model.token_shift=true)
+sharing=$((gpus < 4 ? gpus : 4))
+say "$sharing GPUs share each row"
+shared=(--set "train.context_parallel=$sharing" --set model.short_conv=true --set model.token_shift=true)
 train shared-1 adamw 1 "${shared[@]}" --set train.context_parallel=1
 for take in a b; do train "shared-$gpus-$take" adamw "$gpus" "${shared[@]}"; done
 diff <(steps "shared-$gpus-a") <(steps "shared-$gpus-b") > "$work/bits.diff" ||
   fail "two runs that share rows differ: $(head -3 "$work/bits.diff")"
 result=$(difference shared-1 "shared-$gpus-a") || fail "shared: $result"
 read -r first_shared shared_worst <<< "$result"
-echo "losses of 1 GPU and of $gpus that share rows differ by $first_shared in step 1, $shared_worst at most"
+echo "losses of 1 GPU and of $sharing that share rows differ by $first_shared in step 1, $shared_worst at most"
 awk -v first="$first_shared" -v worst="$shared_worst" \
   'BEGIN { exit !(first + 0 < 2e-4 && worst + 0 < 0.02) }' || fail "shared: these are too far apart"
+if [ "$gpus" -gt 2 ]; then # In groups of two.
+  train shared-2 adamw "$gpus" "${shared[@]}" --set train.context_parallel=2
+  result=$(difference shared-1 shared-2) || fail "shared by two: $result"
+  awk -v worst="${result#* }" 'BEGIN { exit !(worst + 0 < 0.02) }' || fail "shared by two: $result are too far apart"
+fi
 train shared-recompute adamw "$gpus" "${shared[@]}" --set train.recompute=true
 diff <(steps shared-recompute) <(steps "shared-$gpus-a") > "$work/bits.diff" ||
   fail "recompute changes a run that shares rows: $(head -3 "$work/bits.diff")"
@@ -256,7 +263,7 @@ wait $! && fail "rank 1 was not refused"
   echo "[losses]"
   for optimiser in adamw muon; do echo "$optimiser = ${worst[$optimiser]}"; done
   echo "moved = $moved # Muon, resumed on 1 GPU and back"
-  echo "shared = $shared_worst # AdamW, convolutions and token shifts; all GPUs share each row"
+  echo "shared = $shared_worst # AdamW, convolutions and token shifts; $sharing GPUs share each row"
   echo
   echo "# Seconds until a run had ended after one of its ranks."
   echo "[seconds]"

@@ -118,7 +118,7 @@ pub enum TrainError {
     },
     /// Even micro-batches of one row do not fit on the GPU, by an estimate.
     #[error(
-        "training is estimated to need {estimate} with micro-batches of one row; {:.1} GB of GPU memory are available\n  hint: set train.recompute = true if it is not set, choose a smaller model (model.layers, model.width), a smaller data.seq_len or an attention kind with a kernel, or set train.micro_batch = 1 to try it all the same", *available as f64 / 1e9
+        "training is estimated to need {estimate} with micro-batches of one row; {:.1} GB of GPU memory are available\n  hint: set train.recompute = true if it is not set, choose a smaller model (model.layers, model.width), a smaller data.seq_len or an attention kind with a kernel, share rows between GPUs (train.context_parallel; validation then computes whole rows on one GPU, unless train.validate.every = \"never\"), or set train.micro_batch = 1 to try it all the same", *available as f64 / 1e9
     )]
     NoMicroBatchFits {
         /// What is needed.

@@ -14,7 +14,7 @@ use longwall_kernels::backend::OpBackend;
 use longwall_kernels::ops::all_to_all::Peers;
 use longwall_kernels::ops::cross_entropy::Loss;
 use longwall_model::LanguageModel;
-use longwall_model::layers::{SharedRows, Span};
+use longwall_model::layers::{SharedRows, Span, own_tokens};
 
 use crate::carried::Carried;
 use crate::distributed::{Collective, CollectiveError, sum_over_ranks};
@@ -161,8 +161,8 @@ pub struct AccumulationPlan {
 /// Every position is weighted by its loss weight over `weight_sum`, the sum over the whole batch, so
 /// that the micro-batches' losses and gradients sum to those of the batch's mean loss.
 ///
-/// Rows of streams go on from `carried`, and hand over what is in the result; other rows need none. If `peers` share the
-/// rows, this rank computes its part of their tokens, and the ranks' losses and gradients sum to those of the rows.
+/// Rows of streams go on from `carried`, and hand over what is in the result; other rows need none. If `peers` share
+/// the rows, this rank computes its part of their tokens, and the ranks' losses and gradients sum to those of the rows.
 ///
 /// Returns `None` if `stop` is raised before the last micro-batch: what is computed by then is discarded.
 ///
@@ -227,8 +227,8 @@ impl<B: OpBackend> Tokens<B> {
         let Some(peers) = peers else {
             return Tokens { inputs, targets, weights, span: Span::Whole(document_starts) };
         };
-        let n = inputs.dims()[1] / peers.size();
-        let first = peers.rank() * n;
+        let own = own_tokens(peers.as_ref(), inputs.dims()[1]);
+        let (first, n) = (own.start, own.len());
         Tokens {
             inputs: inputs.narrow(1, first, n),
             targets: targets.narrow(1, first, n),

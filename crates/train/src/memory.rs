@@ -8,7 +8,7 @@ use longwall_kernels::device::DeviceKind;
 use longwall_kernels::ops::cross_entropy::cuda_workspace_bytes;
 use longwall_model::Precision;
 use longwall_model::activations::BlockActivations;
-use longwall_model::cost::{Parameters, state_elements as state_elements_of_row};
+use longwall_model::cost::{Parameters, channels, state_elements as state_elements_of_row};
 use serde::Serialize;
 
 use crate::config::RunConfig;
@@ -46,7 +46,7 @@ fn most_batch_tokens(config: &RunConfig) -> u64 {
     timeline.stages().iter().map(|stage| stage.batch_tokens).max().unwrap_or_default()
 }
 
-/// Tokens of a GPU's micro-batch at most, unless the configuration sets its size: larger ones are no faster.
+/// Tokens that a GPU has of a micro-batch at most, unless the configuration sets its size: larger ones are no faster.
 pub const GPU_MICRO_BATCH_TOKENS: usize = 1 << 16;
 
 /// How much more than the estimate must be available: it may be 7 % low, and an update has buffers of its own.
@@ -68,8 +68,8 @@ pub struct Estimate {
     pub attention: f64,
     /// A chunk of logits, and the gradients that the loss computes with it.
     pub loss: f64,
-    /// The largest gradients of activations; where ranks share rows, also what they exchange, and what a validation takes,
-    /// which computes whole rows, beyond all that training does.
+    /// The largest gradients of activations; where ranks share rows, also what they exchange, and what a validation
+    /// takes, which computes whole rows, beyond all that training does.
     pub temporary: f64,
     /// With rows of streams, what a step's rows go on from and what they hand over, in f32.
     pub carried: f64,
@@ -125,12 +125,18 @@ impl Estimate {
             carried: carried_bytes(config, open.stage.rows()),
         };
         if shared {
-            // Sent and received, before and after they are ordered by rank.
-            estimate.temporary += tokens * 4.0 * (model.width * dtype.size()) as f64;
+            // What is sent and received, each before and after it is ordered by rank.
+            let widest = (0..model.layers).flat_map(|layer| {
+                let (kind, shape) = (model.attention_of(layer), model.attention_shape(layer));
+                let outputs = shape.heads * kind.value_dim(&shape);
+                channels(kind, &shape).into_iter().chain([outputs])
+            });
+            let widest = widest.max().unwrap_or_default();
+            estimate.temporary += tokens * 4.0 * (widest * dtype.size()) as f64;
             if config.train.validate.every.is_on() {
                 let Estimate { gradients, activations, attention, loss, temporary, .. } = estimate;
                 let training = gradients + activations + attention + loss + temporary;
-                let validation = micro_batch as f64 * seq_len as f64 * whole;
+                let validation = rows.max(config.data.seq_len) as f64 * whole;
                 estimate.temporary += (validation - training).max(0.0);
             }
         }

@@ -123,8 +123,8 @@ fn hybrids() -> impl Iterator<Item = ModelConfig> {
     })
 }
 
-/// Every attention kind in all blocks that allow it, and models whose layers differ; the last blocks have a window if the
-/// kind allows one.
+/// Every attention kind in all blocks that allow it, and models whose layers differ; the last blocks have a window if
+/// the kind allows one.
 pub(crate) fn models_of_all_layers() -> Vec<ModelConfig> {
     let mut configs = Vec::new();
     for (at, blocks) in BLOCKS.iter().enumerate() {

@@ -12,7 +12,7 @@ use crate::distributed::World;
 use crate::error::TrainError;
 
 /// A stretch of steps whose batches have one shape, and whose attention has one window.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Stage {
     /// Steps of the run before the stage.
     pub first_step: u64,
@@ -29,9 +29,24 @@ pub struct Stage {
     /// How many micro-batches a step must have: two, if the gradient noise scale is measured.
     #[serde(skip)]
     pub least_micro_batches: usize,
-    /// Ranks that share each row; 0 is 1.
+    /// Ranks that share each row, at least 1.
     #[serde(skip)]
     pub context_parallel: usize,
+}
+
+impl Default for Stage {
+    fn default() -> Self {
+        Stage {
+            first_step: 0,
+            first_token: 0,
+            batch_tokens: 0,
+            seq_len: 0,
+            micro_batch: None,
+            window: None,
+            least_micro_batches: 0,
+            context_parallel: 1,
+        }
+    }
 }
 
 impl Stage {
@@ -42,7 +57,7 @@ impl Stage {
 
     /// Tokens of a row that one rank computes.
     pub fn tokens_of_rank(&self) -> usize {
-        self.seq_len / self.context_parallel.max(1)
+        self.seq_len / self.context_parallel
     }
 
     /// Rows of one forward and backward pass: `micro_batch` if it is set, else the largest divisor of a step's rows
@@ -52,8 +67,8 @@ impl Stage {
         self.micro_batch.unwrap_or_else(largest)
     }
 
-    /// The divisors of a step's rows within `budget_tokens` of a rank, the largest first, that leave enough micro-batches;
-    /// always one row.
+    /// The divisors of a step's rows within `budget_tokens` of a rank, the largest first, that leave enough
+    /// micro-batches; always one row.
     pub fn micro_batches(&self, budget_tokens: usize) -> impl Iterator<Item = usize> + use<> {
         let rows = self.rows();
         let most = rows / self.least_micro_batches.max(1);
@@ -69,12 +84,12 @@ impl Stage {
     pub fn of_rank(&self, world: World) -> Result<Self, TrainError> {
         let (rows, ranks) = (self.rows(), world.size);
         let Stage { batch_tokens, seq_len, context_parallel, .. } = *self;
-        if !ranks.is_multiple_of(context_parallel.max(1)) {
+        if !ranks.is_multiple_of(context_parallel) {
             return Err(TrainError::RanksOfRows { context_parallel, ranks });
         }
         let groups = world.groups(context_parallel).size;
         if groups > 1 && !rows.is_multiple_of(groups) {
-            let shared = context_parallel.max(1);
+            let shared = context_parallel;
             return Err(TrainError::RowsOfRanks { rows, batch_tokens, seq_len, ranks, shared });
         }
         let least_micro_batches = self.least_micro_batches.div_ceil(groups);

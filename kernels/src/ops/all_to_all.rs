@@ -30,8 +30,8 @@ pub trait Peers: Debug + Send + Sync {
     fn all_to_all_cuda(&self, x: CudaTensor) -> CudaTensor;
 }
 
-/// Sends block n of `x` to rank n. Block n of the result, which has the shape and type of `x`, is what rank n sent here.
-/// It is its own transpose, so gradients take the same way.
+/// Sends block n of `x` to rank n. Block n of the result, which has the shape and type of `x`, is what rank n sent
+/// here. It is its own transpose, so gradients take the same way.
 ///
 /// - `x`: `[peers.size(), …]`
 ///

@@ -147,7 +147,8 @@ struct StageCosts {
 impl StageCosts {
     fn of(config: &RunConfig, stage: &Stage, vocab: usize, precision: Precision) -> Self {
         let micro_batch = stage.micro_batch_rows(memory::GPU_MICRO_BATCH_TOKENS);
-        let estimate = Estimate::of(config, vocab, stage.open(micro_batch), precision);
+        let estimate = Estimate::of(config, vocab, stage.open(micro_batch), precision)
+            .on_ranks(stage.context_parallel, precision);
         StageCosts {
             stage: *stage,
             train_flops_per_token: config.flops_per_token(stage, vocab),
@@ -298,7 +299,8 @@ pub fn run(args: Args) -> Result<()> {
 fn least_gpu_memory(config: &RunConfig, vocab_size: usize) -> u64 {
     let (precision, device) = (Precision::Bf16, DeviceKind::Cuda);
     let of = |stage: &Stage| {
-        memory::least_for_training(config, vocab_size, [1, stage.seq_len], precision, device)
+        let row = [1, stage.tokens_of_rank()];
+        memory::least_for_training(config, vocab_size, row, precision, device)
     };
     let bytes = config.timeline().stages().iter().map(of).max().unwrap_or_default();
     u64::try_from(bytes).unwrap_or(u64::MAX)

@@ -133,8 +133,8 @@ impl<B: OpBackend> Attention<B> {
         self.finish(o, &x, &mut preceding, residual)
     }
 
-    /// As [`Attention::forward`] over whole rows, which go on from what the next of `parts` hold, and replace it. Documents that began
-    /// before their row start at −1.
+    /// As [`Attention::forward`] over whole rows, which go on from what the next of `parts` hold, and replace it.
+    /// Documents that began before their row start at −1.
     pub(super) fn forward_from(
         &self,
         x: Tensor<B, 3>,

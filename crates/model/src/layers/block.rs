@@ -79,8 +79,9 @@ impl<B: OpBackend> Block<B> {
         })
     }
 
-    /// As [`Block::forward`] for whole rows, each of which continues the one that left `carried`, `[rows, carried_elements]` in f32, 0
-    /// before the first token of all; leaves in it what the rows that continue these need. No gradient reaches it.
+    /// As [`Block::forward`] for whole rows, each of which continues the one that left `carried`, `[rows,
+    /// carried_elements]` in f32, 0 before the first token of all; leaves in it what the rows that continue these need.
+    /// No gradient reaches it.
     ///
     /// A document that starts with its row is one that goes on from before: where it is not, `carried` is 0.
     ///

@@ -5,6 +5,7 @@
 //! all tokens of a part of the heads, and its outputs are exchanged back (Jacobs et al., "DeepSpeed Ulysses", 2023).
 //! Short convolutions and token shifts read the last inputs of the part before.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use burn::backend::Autodiff;
@@ -44,7 +45,8 @@ impl<B: OpBackend> Span<B> {
         }
     }
 
-    /// The place in its row of the first of a call's `n` tokens, and where the tokens' documents start in their rows.
+    /// The place in its row of the first of a call's `n` tokens, and where the documents of these tokens start in their
+    /// rows.
     pub(crate) fn positions(&self, n: usize) -> (usize, DocumentStarts<B>) {
         match self {
             Span::Whole(documents) => (0, documents.clone()),
@@ -89,6 +91,17 @@ impl<B: OpBackend> Span<Autodiff<B>> {
     }
 }
 
+/// The tokens that this rank has of shared rows of `seq_len` tokens.
+///
+/// # Panics
+/// When the ranks do not divide `seq_len`.
+pub fn own_tokens(peers: &dyn Peers, seq_len: usize) -> Range<usize> {
+    let (rank, size) = (peers.rank(), peers.size());
+    assert!(seq_len.is_multiple_of(size), "{seq_len} tokens for {size} ranks");
+    let n = seq_len / size;
+    rank * n..(rank + 1) * n
+}
+
 /// Rows that several ranks share. Rank n has the n-th of equal parts of their tokens.
 #[derive(Clone, Debug)]
 pub struct SharedRows<B: OpBackend> {
@@ -103,14 +116,11 @@ impl<B: OpBackend> SharedRows<B> {
     /// Rows that `peers` share, with the `documents` of the whole rows, `[batch, seq_len]`.
     ///
     /// # Panics
-    /// When the ranks do not divide `seq_len`.
+    /// As [`own_tokens`], if there are documents.
     pub fn new(peers: Arc<dyn Peers>, documents: DocumentStarts<B>) -> Self {
         let own_documents = documents.clone().map(|starts: Tensor<B, 2, Int>| {
-            let (seq_len, ranks) = (starts.dims()[1], peers.size());
-            assert!(seq_len.is_multiple_of(ranks), "{seq_len} tokens for {ranks} ranks");
-            let n = seq_len / ranks;
-            let first = peers.rank() * n;
-            (starts.narrow(1, first, n) - first as i64).clamp_min(-1)
+            let own = own_tokens(peers.as_ref(), starts.dims()[1]);
+            (starts.narrow(1, own.start, own.len()) - own.start as i64).clamp_min(-1)
         });
         SharedRows { peers, documents, own_documents }
     }
@@ -123,8 +133,8 @@ impl<B: OpBackend> SharedRows<B> {
     /// What the rank of the part before passes as `x`, `[batch, n, channels]`; 0 for the first part.
     pub(super) fn from_part_before(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
         let (rank, size) = (self.peers.rank(), self.peers.size());
-        // The last sends to the first, which puts 0 in place of it, so that all ranks have the same graph and exchange the
-        // same gradients.
+        // The last sends to the first, which puts 0 in place of it, so that all ranks have the same graph and exchange
+        // the same gradients.
         let next = (rank + 1) % size;
         let zeros = x.zeros_like();
         let to = |other| if other == next { x.clone() } else { zeros.clone() };
@@ -188,7 +198,8 @@ impl<B: OpBackend> SharedRows<B> {
         }
     }
 
-    /// Gathers the heads of all ranks: `o` `[batch, heads / size, size · n, channels]` to `[batch, heads, n, channels]`.
+    /// Gathers the heads of all ranks: `o` `[batch, heads / size, size · n, channels]` to
+    /// `[batch, heads, n, channels]`.
     fn own_tokens(&self, o: Tensor<B, 4>) -> Tensor<B, 4> {
         let ([batch, heads, tokens, channels], size) = (o.dims(), self.peers.size());
         let (n, part) = (tokens / size, heads * channels);

@@ -80,7 +80,8 @@ fn conv_part<B: OpBackend>(
     short_conv(Tensor::cat(vec![held, x], 1), weight, silu, starts).narrow(1, kept, n)
 }
 
-/// The last `kept` inputs of `x`, 0 before the document of the last one; `starts` are places in `x`, or below 0 before it.
+/// The last `kept` inputs of `x`, 0 before the document of the last one; `starts` are places in `x`, or below 0 before
+/// it.
 fn last_inputs<B: OpBackend>(
     x: &Tensor<B, 3>,
     kept: usize,
@@ -95,8 +96,8 @@ fn last_inputs<B: OpBackend>(
     last.mask_fill(places.lower(last_start).unsqueeze_dim(2), 0.0)
 }
 
-/// `documents` as places in rows with `kept` inputs before them. A document that began before a row may have begun before
-/// all of those.
+/// `documents` as places in rows with `kept` inputs before them. A document that began before a row may have begun
+/// before all of those.
 fn starts_after<B: OpBackend>(documents: &DocumentStarts<B>, kept: usize) -> DocumentStarts<B> {
     let starts = documents.as_ref()?;
     let before = starts.clone().lower_elem(0);

@@ -259,8 +259,8 @@ impl RunConfig {
         );
     }
 
-    /// Records what ranks that share rows do not allow: heads that do not divide, and rows of streams. The model's layers
-    /// are checked if it is `valid`.
+    /// Records what ranks that share rows do not allow: heads that do not divide, and rows of streams. The model's
+    /// layers are checked if it is `valid`.
     fn validate_shared_rows(&self, valid: bool, problems: &mut Problems) {
         let shared = self.train.context_parallel;
         if shared <= 1 {
@@ -282,19 +282,16 @@ impl RunConfig {
         if let Some(layer) = undivided {
             let (shape, kind) =
                 (self.model.attention_shape(layer), self.model.attention_of(layer).kind());
-            let divides = shape.kv_heads.is_multiple_of(shared);
-            let (allowed, instead) = match divides {
-                true => (
-                    format!(
-                        "1: layer {layer}, with this configuration of kind = \"{kind}\", needs all heads on one rank"
-                    ),
-                    "give the layer another kind or configuration",
-                ),
-                false => (
-                    format!("a divisor of the {} heads of keys and values", shape.kv_heads),
-                    "set a model.kv_heads that it divides",
-                ),
-            };
+            let divisors = (1..=shape.kv_heads).filter(|&parts| {
+                parts == 1 || self.model.attention_of(layer).head_parts(&shape, parts).is_some()
+            });
+            let divisors: Vec<_> = divisors.map(|parts| parts.to_string()).collect();
+            let allowed = format!(
+                "{} with the {} heads of keys and values and kind = \"{kind}\" of layer {layer}",
+                divisors.join(", "),
+                shape.kv_heads
+            );
+            let instead = "give the layer other heads, or another kind or configuration";
             problems.check(
                 false,
                 "train.context_parallel",

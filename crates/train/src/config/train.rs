@@ -30,8 +30,8 @@ pub struct TrainConfig {
     /// keeping its activations. Less memory, about a third more work, the same numbers. Default false.
     #[serde(default)]
     pub recompute: bool,
-    /// Ranks that share each row: each computes a part of its tokens, for rows that are too long for one GPU. It divides
-    /// the number of GPUs, the heads and the tokens of a row. Default 1.
+    /// Ranks that share each row: each computes a part of its tokens, for rows that are too long for one GPU. It
+    /// divides the number of GPUs, the heads and the tokens of a row. Default 1.
     #[serde(default = "one")]
     pub context_parallel: usize,
     /// Peak learning rate.
@@ -256,7 +256,8 @@ impl TrainConfig {
             micro_batch,
             window,
             least_micro_batches,
-            context_parallel: self.context_parallel,
+            // 0 is refused.
+            context_parallel: self.context_parallel.max(1),
             ..Stage::default()
         }
     }

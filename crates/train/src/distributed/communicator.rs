@@ -350,8 +350,8 @@ impl Communicator {
         self.grouped(tensors.iter().map(|(tensor, _)| tensor), |addresses| {
             tensors.iter().zip(addresses).try_for_each(|((tensor, owner), &at)| {
                 let elements = tensor.meta.shape().num_elements();
-                // SAFETY: the buffer has so many f32 numbers, and `grouped` keeps it alive. A rank that is not the owner
-                // only reads it.
+                // SAFETY: the buffer has so many f32 numbers, and `grouped` keeps it alive. A rank that is not the
+                // owner only reads it.
                 let status = unsafe {
                     (self.nccl.reduce)(
                         at as *const c_void,
@@ -409,8 +409,8 @@ impl Communicator {
         Ok(tensors.into_iter().map(|(tensor, _)| tensor).collect())
     }
 
-    /// Sends the n-th of equal blocks of `x` to the n-th of `ranks`, one of which is this rank. Block n of the result is
-    /// what the n-th of them sends here. All of these ranks pass the same shape and type.
+    /// Sends the n-th of equal blocks of `x` to the n-th of `ranks`, one of which is this rank. Block n of the result
+    /// is what the n-th of them sends here. All of these ranks pass the same shape and type.
     ///
     /// # Errors
     /// When NCCL fails.
@@ -439,8 +439,8 @@ impl Communicator {
         Ok(y)
     }
 
-    /// Issues the `calls`, which get the addresses of the tensors, as one group, between the context's earlier and later
-    /// work.
+    /// Issues the `calls`, which get the addresses of the tensors, as one group, between the context's earlier and
+    /// later work.
     fn grouped<'a>(
         &self,
         tensors: impl Iterator<Item = &'a CudaTensor>,

@@ -1,9 +1,9 @@
 //! Training over several GPUs, one process each: who the ranks are, and how they talk.
 //!
 //! A rank is one process with one GPU. All ranks hold the whole model. A step's rows are divided over the ranks
-//! ([`World::part`]), or over groups of ranks that share them ([`World::groups`]), each gradient is summed to the rank that owns its parameter ([`owners`]), the owner alone keeps
-//! the parameter's optimiser state, updates it, and sends the new value to the others (ZeRO stage 1 by whole
-//! parameters; Rajbhandari et al., 2020).
+//! ([`World::part`]), or over groups of ranks that share them ([`World::groups`]). Each gradient is summed to the rank
+//! that owns its parameter ([`owners`]), the owner alone keeps the parameter's optimiser state, updates it, and sends
+//! the new value to the others (ZeRO stage 1 by whole parameters; Rajbhandari et al., 2020).
 //!
 //! [`Collective`] is what training needs of the ranks' connection. [`Nccl`] moves tensors between GPUs, and [`Store`]
 //! small messages over TCP, by which ranks also notice that another one has ended. [`Launch`] starts the ranks of one
@@ -61,7 +61,6 @@ impl World {
 
     /// The groups of `shared` consecutive ranks that share rows, and which of them this rank is in.
     pub fn groups(self, shared: usize) -> World {
-        let shared = shared.max(1);
         World { rank: self.rank / shared, size: self.size / shared }
     }
 

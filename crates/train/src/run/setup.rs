@@ -323,7 +323,9 @@ fn estimated_memory(
     let remedy = match fitting {
         Some(rows) if staged => format!("set micro_batch = {rows} for these rows' stage"),
         Some(rows) => format!("set train.micro_batch = {rows}"),
-        None => "set train.recompute = true, or choose a smaller model".to_owned(),
+        None => "set train.recompute = true, share rows (train.context_parallel), set train.validate.every = \
+                 \"never\" if they are shared, or choose a smaller model"
+            .to_owned(),
     };
     Err(format!(
         "micro-batches of {rows} are estimated to need {estimate}, and {:.1} GB are \
@@ -408,9 +410,9 @@ fn warn_of_cut_examples(loader: &Loader, stages: &[OpenStage]) {
     }
 }
 
-/// Rows of `seq_len` tokens that are validated at a time: as many tokens as the largest micro-batch has.
+/// Rows of `seq_len` tokens that are validated at a time: as many tokens as a rank has of the largest micro-batch.
 fn validation_rows(stages: &[OpenStage], seq_len: usize) -> usize {
-    let rows = stages.iter().map(|open| open.micro_batch * open.stage.seq_len / seq_len);
+    let rows = stages.iter().map(|open| open.micro_batch * open.stage.tokens_of_rank() / seq_len);
     rows.max().unwrap_or_default().max(1)
 }
 

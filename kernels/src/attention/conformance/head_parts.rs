@@ -66,10 +66,9 @@ fn in_parts<V: Conformance, K: OpBackend>(
     std::iter::once(to_vec(o.inner())).chain(gradients_of(&inputs, &grads)).collect()
 }
 
-/// Outputs and gradients of the heads in two and in four parts, where there are such parts, are those of all heads
-/// together.
+/// Outputs and gradients of the heads in two and in four parts, where the heads of keys divide so, are those of all
+/// heads together.
 pub fn heads_in_parts_equal_all<V: Conformance, K: OpBackend>() {
-    let mut compared = 0;
     for variant in V::divided_cases() {
         for [heads, kv_heads] in [[4, 4], [8, 4]] {
             let problem = Problem::new(&variant, [heads, kv_heads, 8, 2, 20], None);
@@ -84,9 +83,12 @@ pub fn heads_in_parts_equal_all<V: Conformance, K: OpBackend>() {
             let largest = |x: &[f64]| x.iter().fold(0f64, |a, x| a.max(x.abs()));
             let all = want[1..].iter().map(|grad| largest(grad)).fold(0.0, f64::max);
             for parts in [2, 4] {
-                let Some(part) = HeadParts::of(&variant, &problem.shape, parts) else { continue };
+                let Some(part) = HeadParts::of(&variant, &problem.shape, parts) else {
+                    let keys = variant.key_heads(&problem.shape);
+                    assert!(!keys.is_multiple_of(parts), "{variant:?} in {parts} parts");
+                    continue;
+                };
                 let got = in_parts::<V, K>(&variant, &part, parts, &problem, &upstream);
-                compared += 1;
                 for (at, (got, want)) in got.iter().zip(&want).enumerate() {
                     assert_eq!(got.len(), want.len());
                     let most = 1e-4 * largest(want).max(if at == 0 { 0.0 } else { 1e-3 * all });
@@ -99,5 +101,4 @@ pub fn heads_in_parts_equal_all<V: Conformance, K: OpBackend>() {
             }
         }
     }
-    assert!(compared > 0, "no configuration was compared");
 }

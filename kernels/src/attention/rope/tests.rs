@@ -1,12 +1,16 @@
 //! This variant's cases for the conformance suite.
 
 use super::{Config, Position};
-use crate::attention::AttentionShape;
 use crate::attention::conformance::{Conformance, YARN, rotated_and_scaled, softmax_oracle};
 use crate::attention::softmax::alibi_slopes;
+use crate::attention::{AttentionShape, HeadParts};
 use crate::testing::Tensor64;
 
 impl Conformance for Config {
+    fn divided_cases() -> Vec<Self> {
+        Self::cases().into_iter().filter(|case| case.position != Position::Alibi).collect()
+    }
+
     fn cases() -> Vec<Self> {
         let config = Config::default();
         vec![
@@ -59,6 +63,16 @@ impl Conformance for Config {
             score
         })
     }
+}
+
+/// Its slopes depend on the number of the head.
+#[test]
+fn heads_with_alibi_are_not_divided() {
+    let parts = |position| {
+        let config = Config { position, ..Config::default() };
+        HeadParts::of(&config, &AttentionShape::new(64, 4, 4, 16), 2)
+    };
+    assert!(parts(Position::Alibi).is_none() && parts(Position::Rope).is_some());
 }
 
 #[test]

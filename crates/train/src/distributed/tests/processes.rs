@@ -5,14 +5,20 @@ use std::env;
 use std::fs;
 use std::net::TcpListener;
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+use super::over_tcp::OverTcp;
 use super::*;
 
 /// The variable that names the file of a rank's [`Rank`].
 const VARIABLE: &str = "LONGWALL_TEST_RANK";
+
+/// How long a job may take.
+const LIMIT: Duration = Duration::from_secs(600);
 
 /// What a process does.
 #[derive(Serialize, Deserialize)]
@@ -66,8 +72,16 @@ pub fn on_processes(size: usize, job: &Job) -> Vec<Ended> {
             .unwrap();
         (process, result)
     };
-    let ranks: Vec<_> = (0..size).map(start).collect();
-    let end = |(rank, (mut process, result)): (usize, (std::process::Child, PathBuf))| {
+    let mut ranks: Vec<(Child, PathBuf)> = (0..size).map(start).collect();
+    let deadline = Instant::now() + LIMIT;
+    while ranks.iter_mut().any(|(process, _)| process.try_wait().unwrap().is_none()) {
+        if Instant::now() > deadline {
+            ranks.iter_mut().for_each(|(process, _)| process.kill().unwrap());
+            panic!("{size} ranks have not ended within {LIMIT:?}");
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+    let end = |(rank, (mut process, result)): (usize, (Child, PathBuf))| {
         assert!(process.wait().unwrap().success(), "rank {rank} has failed; see above");
         serde_json::from_slice(&fs::read(result).unwrap()).unwrap()
     };

@@ -6,6 +6,7 @@ use std::time::Duration;
 use longwall_data::Tokenizer;
 use longwall_model::LanguageModel;
 
+use super::over_tcp::run_over_tcp;
 use super::*;
 use crate::checkpoint::CheckpointFolder;
 use crate::console::{Ending, RunInfo, StepView};
