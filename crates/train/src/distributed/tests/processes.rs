@@ -43,8 +43,6 @@ pub enum Job {
         /// The folder of a run that is resumed.
         resume: Option<PathBuf>,
         bf16: bool,
-        /// Whether all ranks use one GPU.
-        cuda: bool,
         /// The rank and the step during which a stop is asked for.
         stop: Option<(usize, u64)>,
         /// The rank and the step after which it leaves without a word.
@@ -103,7 +101,7 @@ fn a_rank() {
             shared_rows::compare(&case, &ranks);
             Ok(0)
         }
-        Job::Train { config, resume, bf16, cuda, stop, leave } => {
+        Job::Train { config, resume, bf16, stop, leave } => {
             let config = RunConfig::parse(&config, Path::new("config.toml"), &[]).unwrap();
             let precision = if bf16 { Precision::Bf16 } else { Precision::F32 };
             let at = |asked: Option<(usize, u64)>| {
@@ -118,18 +116,9 @@ fn a_rank() {
             let start = resume.map_or(RunStart::New, RunStart::Resume);
             let options = options(precision, start, flag.clone());
             let (console, none) = (console.as_mut(), &mut NoEvaluations);
-            let outcome = match cuda {
-                true => {
-                    let device = Default::default();
-                    train_as_rank::<longwall_kernels::Cuda>(
-                        &config, &device, &options, &ranks, console, none,
-                    )
-                }
-                false => {
-                    let device = Default::default();
-                    train_as_rank::<TestBackend>(&config, &device, &options, &ranks, console, none)
-                }
-            };
+            let device = Default::default();
+            let outcome =
+                train_as_rank::<TestBackend>(&config, &device, &options, &ranks, console, none);
             outcome.map(|outcome| outcome.step).map_err(|error| error.to_string())
         }
     };

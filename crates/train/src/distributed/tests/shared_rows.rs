@@ -146,7 +146,7 @@ fn train(
 ) -> Vec<Ended> {
     let resume = resumed.then(|| config.run_dir());
     let config = config.to_toml();
-    on_processes(size, &Job::Train { config, resume, bf16, cuda: false, stop, leave })
+    on_processes(size, &Job::Train { config, resume, bf16, stop, leave })
 }
 
 #[test]
@@ -190,42 +190,6 @@ fn a_rounded_model_shares_rows() {
     assert_near(&two[..1], &alone[..1], 0.01, "the first step");
     for (one, other) in two.iter().zip(&alone) {
         assert!((one[0] - other[0]).abs() < 0.02 * one[0], "{one:?} and {other:?}");
-    }
-}
-
-/// In bf16 by the kinds' kernels, on one GPU; what ranks exchange goes through main memory.
-#[test]
-#[ignore = "needs a GPU"]
-fn ranks_share_rows_on_a_gpu() {
-    let sandbox = Sandbox::new();
-    let kinds = ["path", "rwkv7", "power", "gated_delta_net", "kda", "fox", "rope", "wall"];
-    for (at, kind) in kinds.into_iter().enumerate() {
-        let of = |size: usize| {
-            let name = format!("{kind}-{size}");
-            let shared = format!("train.context_parallel={size}");
-            let attention = format!("model.attention={{ kind = \"{kind}\" }}");
-            let layers = [attention.as_str(), "model.layers=2", "model.width=256", "model.heads=4"];
-            let convolved = if at % 2 == 1 { "true" } else { "false" };
-            let convolved =
-                ["short_conv", "token_shift"].map(|key| format!("model.{key}={convolved}"));
-            let recompute = format!("train.recompute={}", at % 4 == 3);
-            let rows = ["data.seq_len=256", "data.validation_tokens=512", "train.batch_tokens=512"];
-            let tokens = ["train.tokens=1024", shared.as_str(), recompute.as_str()];
-            let convolved = convolved.each_ref().map(String::as_str);
-            let sets = [&layers[..], &convolved, &rows, &tokens].concat();
-            let config = config(&sandbox, &name, &sets);
-            let (resume, stop, leave) = (None, None, None);
-            let config_text = config.to_toml();
-            let job =
-                Job::Train { config: config_text, resume, bf16: true, cuda: true, stop, leave };
-            assert_eq!(on_processes(size, &job), vec![Ok(2); size], "{kind}");
-            steps(&config.run_dir())
-        };
-        let (alone, two) = (of(1), of(2));
-        println!("{kind}: {alone:?} and {two:?}");
-        // The first step differs by rounding, the second by what that becomes.
-        assert_near(&two[..1], &alone[..1], 1e-3, kind);
-        assert_near(&two[1..], &alone[1..], 0.02, kind);
     }
 }
 
