@@ -131,7 +131,7 @@ impl<B: OpBackend> SharedRows<B> {
     }
 
     /// What the rank of the part before passes as `x`, `[batch, n, channels]`; 0 for the first part.
-    pub(super) fn from_part_before(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
+    pub(super) fn of_part_before(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
         let (rank, size) = (self.peers.rank(), self.peers.size());
         // The last sends to the first, which puts 0 in place of it, so that all ranks have the same graph and exchange
         // the same gradients.

@@ -75,7 +75,7 @@ fn conv_part<B: OpBackend>(
     rows: &SharedRows<B>,
 ) -> Tensor<B, 3> {
     let (n, kept) = (x.dims()[1], weight.dims()[1] - 1);
-    let held = rows.from_part_before(last_inputs(&x, kept, rows.own_documents()));
+    let held = rows.of_part_before(last_inputs(&x, kept, rows.own_documents()));
     let starts = starts_after(rows.own_documents(), kept);
     short_conv(Tensor::cat(vec![held, x], 1), weight, silu, starts).narrow(1, kept, n)
 }

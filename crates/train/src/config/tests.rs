@@ -545,15 +545,15 @@ fn ranks_that_share_rows_divide_heads_and_rows() {
     data.rows is "streams" with train.context_parallel = 4; allowed: "packed", "documents" or "cut-documents" if ranks share rows
       hint: set data.rows = "packed", or leave train.context_parallel out
     "#);
-    insta::assert_snapshot!(error(&[shared, "model.kv_heads=2"]), @r"
+    insta::assert_snapshot!(error(&[shared, "model.kv_heads=2"]), @r#"
     configs/small.toml: the configuration has 1 problem:
-    train.context_parallel is 4; allowed: a divisor of the 2 heads of keys and values
-      hint: leave train.context_parallel out, or set a model.kv_heads that it divides
-    ");
+    train.context_parallel is 4; allowed: 1, 2 with the 2 heads of keys and values and kind = "rope" of layer 0
+      hint: leave train.context_parallel out, or give the layer other heads, or another kind or configuration
+    "#);
     insta::assert_snapshot!(error(&[shared, "model.attention.position=alibi"]), @r#"
     configs/small.toml: the configuration has 1 problem:
-    train.context_parallel is 4; allowed: 1: layer 0, with this configuration of kind = "rope", needs all heads on one rank
-      hint: leave train.context_parallel out, or give the layer another kind or configuration
+    train.context_parallel is 4; allowed: 1 with the 4 heads of keys and values and kind = "rope" of layer 0
+      hint: leave train.context_parallel out, or give the layer other heads, or another kind or configuration
     "#);
     insta::assert_snapshot!(error(&["train.context_parallel=0"]), @r"
     configs/small.toml: the configuration has 1 problem:
@@ -569,6 +569,6 @@ fn ranks_that_share_rows_divide_heads_and_rows() {
     let mamba2 = |key_heads: usize| {
         format!("model.attention={{ kind = \"mamba2\", key_heads = {key_heads} }}")
     };
-    assert!(error(&[shared, &mamba2(1)]).contains("needs all heads on one rank"));
+    assert!(error(&[shared, &mamba2(1)]).contains("allowed: 1 with the 4 heads"));
     assert_eq!(parse(BASE, &[shared, &mamba2(4)]).unwrap().train.context_parallel, 4);
 }
