@@ -21,7 +21,7 @@ pub enum BenchError {
     Device(#[from] DeviceError),
     /// Rows that need several GPUs.
     #[error(transparent)]
-    Ranks(#[from] TrainError),
+    Ranks(Box<TrainError>),
     /// A sequence to generate.
     #[error(transparent)]
     Generate(#[from] GenerateError),

@@ -66,7 +66,8 @@ pub struct Results {
 /// When the configuration, its tokenizer or its device cannot be opened, or when its rows need several GPUs.
 pub fn run(options: &Options, progress: &dyn Progress) -> Result<Results, BenchError> {
     let (config, vocab_size, device) = options.model.open()?;
-    config.base_stage().of_rank(World::ALONE)?;
+    let alone = config.base_stage().of_rank(World::ALONE);
+    alone.map_err(|error| BenchError::Ranks(Box::new(error)))?;
     let compute = Compute::for_training(device, config.run.precision)?;
     Ok(compute.run(Job { config: &config, vocab_size, options, compute: &compute, progress }))
 }
