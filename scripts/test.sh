@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs cargo-nextest if it is missing and runs every check: formatting, lints, tests, documentation.
-# Needs Rust (rust-toolchain.toml names the version) and a C compiler. Takes about 20 minutes on 2 cores
-# from a fresh clone, a few if built before. Checks the benchmark tables if Python 3 is installed.
+# Needs Rust (rust-toolchain.toml names the version) and a C compiler. Takes 30 to 50 minutes on 2 cores
+# from a fresh clone, about 10 if built before. Checks the benchmark tables if Python 3 is installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
