@@ -14,7 +14,7 @@ use longwall_kernels::backend::OpBackend;
 use longwall_kernels::ops::all_to_all::Peers;
 use longwall_kernels::ops::cross_entropy::Loss;
 use longwall_model::LanguageModel;
-use longwall_model::layers::{SharedRows, Span, own_tokens};
+use longwall_model::layers::{SharedRows, Span, own_part};
 
 use crate::carried::Carried;
 use crate::distributed::{Collective, CollectiveError, sum_over_ranks};
@@ -227,7 +227,7 @@ impl<B: OpBackend> Tokens<B> {
         let Some(peers) = peers else {
             return Tokens { inputs, targets, weights, span: Span::Whole(document_starts) };
         };
-        let own = own_tokens(peers.as_ref(), inputs.dims()[1]);
+        let own = own_part(peers.as_ref(), inputs.dims()[1]);
         let (first, n) = (own.start, own.len());
         Tokens {
             inputs: inputs.narrow(1, first, n),

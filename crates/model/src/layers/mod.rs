@@ -21,5 +21,5 @@ pub use named::Named;
 pub(crate) use norm::NORM_EPS;
 pub use norm::Norm;
 pub use projection::Projection;
-pub use span::{SharedRows, Span, own_tokens};
+pub use span::{SharedRows, Span, own_part};
 pub use weight_map::{LayerWeights, MapScale, WeightMap};

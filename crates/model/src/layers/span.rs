@@ -91,15 +91,15 @@ impl<B: OpBackend> Span<Autodiff<B>> {
     }
 }
 
-/// The tokens that this rank has of shared rows of `seq_len` tokens.
+/// This rank's part of `len` elements, such as the tokens of shared rows: the n-th of equal parts for rank n.
 ///
 /// # Panics
-/// When the ranks do not divide `seq_len`.
-pub fn own_tokens(peers: &dyn Peers, seq_len: usize) -> Range<usize> {
+/// When the ranks do not divide `len`.
+pub fn own_part(peers: &dyn Peers, len: usize) -> Range<usize> {
     let (rank, size) = (peers.rank(), peers.size());
-    assert!(seq_len.is_multiple_of(size), "{seq_len} tokens for {size} ranks");
-    let n = seq_len / size;
-    rank * n..(rank + 1) * n
+    assert!(len.is_multiple_of(size), "{len} elements for {size} ranks");
+    let part = len / size;
+    rank * part..(rank + 1) * part
 }
 
 /// Rows that several ranks share. Rank n has the n-th of equal parts of their tokens.
@@ -116,10 +116,10 @@ impl<B: OpBackend> SharedRows<B> {
     /// Rows that `peers` share, with the `documents` of the whole rows, `[batch, seq_len]`.
     ///
     /// # Panics
-    /// As [`own_tokens`], if there are documents.
+    /// As [`own_part`], if there are documents.
     pub fn new(peers: Arc<dyn Peers>, documents: DocumentStarts<B>) -> Self {
         let own_documents = documents.clone().map(|starts: Tensor<B, 2, Int>| {
-            let own = own_tokens(peers.as_ref(), starts.dims()[1]);
+            let own = own_part(peers.as_ref(), starts.dims()[1]);
             (starts.narrow(1, own.start, own.len()) - own.start as i64).clamp_min(-1)
         });
         SharedRows { peers, documents, own_documents }
@@ -152,8 +152,8 @@ impl<B: OpBackend> SharedRows<B> {
         shape: &AttentionShape,
         Inputs { q, k, v, projections, parameters }: Inputs<B>,
     ) -> Tensor<B, 4> {
-        let (rank, size) = (self.peers.rank(), self.peers.size());
-        let part = variant.head_parts(shape, size).expect("the heads were to be divided");
+        let part = variant.head_parts(shape, self.peers.size());
+        let part = part.expect("the heads were to be divided");
         let heads = |x: Tensor<B, 4>, views, division| {
             let [batch, heads, n, channels] = x.dims();
             let x = x.swap_dims(1, 2).reshape([batch, n, heads * channels]);
@@ -162,8 +162,8 @@ impl<B: OpBackend> SharedRows<B> {
         let own = |(x, division): (Tensor<B, 1>, &Division)| match division {
             Division::Shared => x,
             Division::Split => {
-                let elements = x.dims()[0] / size;
-                x.narrow(0, rank * elements, elements)
+                let own = own_part(self.peers.as_ref(), x.dims()[0]);
+                x.narrow(0, own.start, own.len())
             }
         };
         let projections = projections.into_iter().zip(&part.projections);
@@ -176,7 +176,7 @@ impl<B: OpBackend> SharedRows<B> {
                 .collect(),
             parameters: parameters.into_iter().zip(&part.parameters).map(own).collect(),
         };
-        self.own_tokens(part.variant.attend(&part.shape, inputs, self.documents.clone()))
+        self.all_heads(part.variant.attend(&part.shape, inputs, self.documents.clone()))
     }
 
     /// Gathers the tokens of all ranks: `x` `[batch, n, features]` to `[batch, size · n, features]`, or if features are
@@ -200,7 +200,7 @@ impl<B: OpBackend> SharedRows<B> {
 
     /// Gathers the heads of all ranks: `o` `[batch, heads / size, size · n, channels]` to
     /// `[batch, heads, n, channels]`.
-    fn own_tokens(&self, o: Tensor<B, 4>) -> Tensor<B, 4> {
+    fn all_heads(&self, o: Tensor<B, 4>) -> Tensor<B, 4> {
         let ([batch, heads, tokens, channels], size) = (o.dims(), self.peers.size());
         let (n, part) = (tokens / size, heads * channels);
         let o = o.swap_dims(1, 2).reshape([batch, size, n, part]).permute([1, 0, 2, 3]);
