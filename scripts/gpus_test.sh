@@ -52,7 +52,7 @@ attention = { kind = "fox" }
 tokens = 983040
 batch_tokens = 16384
 micro_batch = 16
-lr = 2e-3
+lr = 5e-4
 ema = 0.9
 [train.optimiser]
 kind = "$1"
