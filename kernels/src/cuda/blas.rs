@@ -86,8 +86,6 @@ pub enum Epilogue {
     Bias(CudaTensor),
     /// Applies GELU in its tanh form, and writes its argument, the product, to this contiguous tensor.
     Gelu(CudaTensor),
-    /// Multiplies by GELU's derivative at this contiguous tensor of the product's shape and type, bf16.
-    GeluSlope(CudaTensor),
 }
 
 /// A linear layer's a · b for each matrix of a batch, as [`matmul`], then the epilogue; the result is
@@ -119,7 +117,7 @@ pub enum Accumulation {
     Precise,
 }
 
-/// a bᵀ of e4m3 matrices, in bf16 or f32, with an epilogue other than GELU or its derivative.
+/// a bᵀ of e4m3 matrices, in bf16 or f32, with an epilogue other than GELU.
 ///
 /// - `a`: `[m, k]`
 /// - `b`: `[n, k]`
@@ -219,11 +217,8 @@ fn run(
             (empty(&a.tensor, &shape, dtype), EpilogueTensor::Vector(bias))
         }
         Epilogue::Gelu(aux) => (empty(&a.tensor, &shape, dtype), EpilogueTensor::Gelu(aux)),
-        Epilogue::GeluSlope(aux) => {
-            (empty(&a.tensor, &shape, dtype), EpilogueTensor::GeluSlope(aux))
-        }
     };
-    if let EpilogueTensor::Gelu(aux) | EpilogueTensor::GeluSlope(aux) = &extra {
+    if let EpilogueTensor::Gelu(aux) = &extra {
         assert_eq!((aux.meta.shape().to_vec(), aux.dtype), (shape, dtype), "GELU's argument");
         assert!(aux.is_contiguous(), "GELU's argument has gaps");
     }
@@ -240,17 +235,13 @@ enum EpilogueTensor {
     Add(CudaTensor),
     Vector(CudaTensor),
     Gelu(CudaTensor),
-    GeluSlope(CudaTensor),
 }
 
 impl EpilogueTensor {
     fn tensor(&self) -> Option<&CudaTensor> {
         match self {
             EpilogueTensor::None => None,
-            EpilogueTensor::Add(x)
-            | EpilogueTensor::Vector(x)
-            | EpilogueTensor::Gelu(x)
-            | EpilogueTensor::GeluSlope(x) => Some(x),
+            EpilogueTensor::Add(x) | EpilogueTensor::Vector(x) | EpilogueTensor::Gelu(x) => Some(x),
         }
     }
 
@@ -261,7 +252,6 @@ impl EpilogueTensor {
             EpilogueTensor::None | EpilogueTensor::Add(_) => None,
             EpilogueTensor::Vector(_) => Some(Kind::CUBLASLT_EPILOGUE_BIAS),
             EpilogueTensor::Gelu(_) => Some(Kind::CUBLASLT_EPILOGUE_GELU_AUX),
-            EpilogueTensor::GeluSlope(_) => Some(Kind::CUBLASLT_EPILOGUE_DGELU),
         }
     }
 }
@@ -570,7 +560,7 @@ impl Plan {
             EpilogueTensor::Vector(_) => {
                 set(Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, address(&at))
             }
-            EpilogueTensor::Gelu(aux) | EpilogueTensor::GeluSlope(aux) => {
+            EpilogueTensor::Gelu(aux) => {
                 let columns = *aux.meta.shape().last().expect("a matrix") as i64;
                 set(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, address(&at));
                 set(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, address(&columns));

@@ -5,7 +5,7 @@ use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::{FloatTensor, FloatTensorOps, IntTensor};
 use burn::tensor::{DType, Distribution, Int, Tensor, TensorData, TensorMetadata};
 use longwall_kernels::backend::{Op, OpBackend, tensor};
-use longwall_kernels::ops::activation::{Activation, SwiGlu};
+use longwall_kernels::ops::activation::{Activation, GateActivation, Gated};
 use longwall_kernels::ops::adamw::{AdamwStep, adamw};
 use longwall_kernels::ops::cross_entropy::LinearCrossEntropy;
 use longwall_kernels::ops::embedding::Embedding;
@@ -76,7 +76,7 @@ impl<B: OpBackend> Bench<B> {
             }
             Operation::Swiglu => {
                 let inputs = [self.activation(&hidden), self.activation(&hidden)];
-                self.time(SwiGlu, inputs, &[], bytes(&hidden, [3, 8]))
+                self.time(Gated(GateActivation::Silu), inputs, &[], bytes(&hidden, [3, 8]))
             }
             Operation::Gelu => activation(Activation::Gelu),
             Operation::ReluSquared => activation(Activation::ReluSquared),

@@ -1,11 +1,12 @@
 use burn::module::{Module, Param};
-use burn::tensor::{Tensor, activation};
+use burn::tensor::Tensor;
 use longwall_kernels::attention::probe::{Metric, Probe};
 use longwall_kernels::attention::{
     AttentionConfig, AttentionShape, AttentionState, DecodeState, DocumentStarts, Init, Inputs,
     LowRankActivation, ProjectionSpec,
 };
 use longwall_kernels::backend::OpBackend;
+use longwall_kernels::ops::activation::glu;
 
 use super::carried::Carried;
 use super::norm::Input;
@@ -330,10 +331,7 @@ impl<B: OpBackend> Attention<B> {
             return (to_f32(first) * lambda(0) + to_f32(v) * lambda(1)).cast(dtype);
         }
         match (&self.value_gate, input) {
-            (Some(gate), Some(input)) => {
-                let gate = activation::sigmoid(gate.linear(input));
-                v.clone() + gate * (first - v)
-            }
+            (Some(gate), Some(input)) => v.clone() + glu(gate.linear(input), first - v),
             _ => v,
         }
     }
@@ -351,7 +349,7 @@ impl<B: OpBackend> Attention<B> {
         let mut o = o.swap_dims(1, 2).reshape([batch, n, heads * value_dim]);
         if let Some(gate) = &self.output_gate {
             let logits = gate.forward(&x.value(), preceding.part(|held| &mut held.output_gate));
-            o = o * activation::sigmoid(logits);
+            o = glu(logits, o);
         }
         self.output.forward_onto(o, residual)
     }

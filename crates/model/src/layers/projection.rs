@@ -1,7 +1,8 @@
 use burn::module::{Module, Param};
-use burn::tensor::{DType, Tensor, activation};
+use burn::tensor::{DType, Tensor};
 use longwall_kernels::attention::{LowRankActivation, ProjectionSpec};
 use longwall_kernels::backend::OpBackend;
+use longwall_kernels::ops::activation::sigmoid;
 use longwall_kernels::ops::linear::linear;
 
 use super::Linear;
@@ -152,7 +153,7 @@ impl<B: OpBackend> Projection<B> {
             Some(inner) => match (inner.forward(x), self.activation) {
                 (x, LowRankActivation::Identity) => x,
                 (x, LowRankActivation::Tanh) => x.tanh(),
-                (x, LowRankActivation::Sigmoid) => activation::sigmoid(x),
+                (x, LowRankActivation::Sigmoid) => sigmoid(x),
             },
         };
         linear(x, self.weight.val(), self.bias.as_ref().map(Param::val))

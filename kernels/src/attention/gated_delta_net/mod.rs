@@ -45,7 +45,7 @@ use serde::{Deserialize, Serialize};
 use super::chunked::{self, Decays};
 use super::delta_rule::{DeltaInputs, DeltaRule};
 use super::per_token::channel_decay::decay_of_step_logits;
-use super::per_token::gated_norm::{GateActivation, gated_norm};
+use super::per_token::gated_norm::gated_norm;
 use super::recurrent::{
     STEP_BIAS, State, decay_of_steps, step_size, validate_chunk, validate_key_heads,
     validate_value_dim,
@@ -57,6 +57,7 @@ use super::{
 };
 use crate::backend::OpBackend;
 use crate::device::DeviceKind;
+use crate::ops::activation::GateActivation;
 use crate::ops::rms_norm::rms_norm;
 
 /// Added to the mean square of an output.

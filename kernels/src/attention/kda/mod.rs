@@ -44,7 +44,7 @@ use serde::{Deserialize, Serialize};
 use super::chunked::{self, Decays};
 use super::delta_rule::{DeltaInputs, DeltaRule};
 use super::per_token::channel_decay::decay_of_step_logits;
-use super::per_token::gated_norm::{GateActivation, gated_norm};
+use super::per_token::gated_norm::gated_norm;
 use super::recurrent::{State, decay_of_steps, step_size, validate_chunk, validate_value_dim};
 use super::saved::Channels;
 use super::{
@@ -53,6 +53,7 @@ use super::{
 };
 use crate::backend::OpBackend;
 use crate::device::DeviceKind;
+use crate::ops::activation::GateActivation;
 
 /// Added to the mean square of an output.
 const EPS: f32 = 1e-5;

@@ -1,6 +1,5 @@
 //! The norm of a head's output times an activation of a gate.
 
-use burn::tensor::activation::sigmoid;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{DType, Tensor};
 use cubecl::cuda::CudaRuntime;
@@ -11,21 +10,12 @@ use super::{MOST_PARTS, Tokens, by_head as view_by_head, by_token, in_chunks, se
 use crate::attention::recurrent::by_head;
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::{CudaTensor, buffer, empty};
-use crate::ops::activation::silu;
+use crate::ops::activation::{GateActivation, glu, swiglu};
 use crate::ops::cuda::block::{HeadStrides, RowSplit, write_sum};
 use crate::ops::cuda::sums::columns;
 use crate::ops::cuda::{THREADS, dim, dims, head_strides, vector};
 use crate::ops::rms_norm::rms_norm;
 use crate::tile::{CHUNK, Chunk};
-
-/// What multiplies the norm.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum GateActivation {
-    /// σ(g)
-    Sigmoid,
-    /// g σ(g)
-    Silu,
-}
 
 /// RMSNorm(y) ⊙ f(g): y `[batch, heads, seq_len, channels]`, the norm's weight `[channels]` in f32, shared by all
 /// heads, and the gate's logits g `[batch, seq_len, heads · channels]`; the result has y's shape.
@@ -58,11 +48,11 @@ impl GatedNorm {
         gate: Tensor<B, 3>,
     ) -> Tensor<B, 4> {
         let gate = by_head(gate, y.dims()[1]);
-        let gate = match self.activation {
-            GateActivation::Sigmoid => sigmoid(gate),
-            GateActivation::Silu => silu(gate),
-        };
-        rms_norm(y, weight, self.eps) * gate
+        let y = rms_norm(y, weight, self.eps);
+        match self.activation {
+            GateActivation::Sigmoid => glu(gate, y),
+            GateActivation::Silu => swiglu(gate, y),
+        }
     }
 }
 

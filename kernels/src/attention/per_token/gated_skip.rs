@@ -10,7 +10,7 @@ use super::{MOST_PARTS, Tokens, by_head as view_by_head, by_token, in_chunks, se
 use crate::attention::recurrent::by_head;
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::{CudaTensor, buffer, empty};
-use crate::ops::activation::silu;
+use crate::ops::activation::swiglu;
 use crate::ops::cuda::block::{HeadStrides, RowSplit, sum_row, sum_vector};
 use crate::ops::cuda::sums::columns;
 use crate::ops::cuda::{THREADS, dim, dims, head_strides, vector};
@@ -45,7 +45,7 @@ impl GatedSkip {
         let heads = y.dims()[1];
         let [y, v] = [y, v].map(|x| x.cast(FloatDType::F32));
         let gate = by_head(gate.cast(FloatDType::F32), heads);
-        (y + v * skip.reshape([1, heads, 1, 1])) * silu(gate)
+        swiglu(gate, y + v * skip.reshape([1, heads, 1, 1]))
     }
 }
 

@@ -3,7 +3,7 @@
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
-use super::{Activation, GELU_CUBIC, GELU_SCALE};
+use super::{Activation, GELU_CUBIC, GELU_SCALE, GateActivation};
 use crate::cpu::{buffer, contiguous, dense, from_vec_like, math};
 
 /// y = f(x), and `x` to save for the backward pass.
@@ -13,6 +13,7 @@ pub fn activation(kind: Activation, x: &FlexTensor) -> [FlexTensor; 2] {
         Activation::Gelu => map([&x], |[x]| gelu_value(x)),
         Activation::ReluSquared => map([&x], |[x]| relu_value(x) * relu_value(x)),
         Activation::Silu => map([&x], |[x]| silu_value(x)),
+        Activation::Sigmoid => map([&x], |[x]| math::sigmoid(x)),
         Activation::LogSigmoid => map([&x], |[x]| log_sigmoid_value(x)),
         Activation::EluPlusOne => map([&x], |[x]| exp_or(x, x + 1.0)),
     };
@@ -26,27 +27,40 @@ pub fn activation_backward(kind: Activation, x: &FlexTensor, dy: &FlexTensor) ->
         Activation::Gelu => map([&x, &dy], |[x, dy]| dy * gelu_slope(x)),
         Activation::ReluSquared => map([&x, &dy], |[x, dy]| dy * 2.0 * relu_value(x)),
         Activation::Silu => map([&x, &dy], |[x, dy]| dy * silu_slope(x)),
+        Activation::Sigmoid => map([&x, &dy], |[x, dy]| dy * sigmoid_slope(x)),
         Activation::LogSigmoid => map([&x, &dy], |[x, dy]| dy * math::sigmoid(-x)),
         Activation::EluPlusOne => map([&x, &dy], |[x, dy]| dy * exp_or(x, 1.0)),
     }
 }
 
-/// silu(gate) · up, and both inputs to save for the backward pass.
-pub fn swiglu(gate: &FlexTensor, up: &FlexTensor) -> [FlexTensor; 3] {
+/// f(gate) · up, and both inputs to save for the backward pass.
+pub fn gated(f: GateActivation, gate: &FlexTensor, up: &FlexTensor) -> [FlexTensor; 3] {
     let [gate, up] = same_order([gate, up]);
-    [map([&gate, &up], |[gate, up]| silu_value(gate) * up), gate, up]
+    let y = match f {
+        GateActivation::Silu => map([&gate, &up], |[gate, up]| silu_value(gate) * up),
+        GateActivation::Sigmoid => map([&gate, &up], |[gate, up]| math::sigmoid(gate) * up),
+    };
+    [y, gate, up]
 }
 
 /// The gradients of gate and up.
-pub fn swiglu_backward(
+pub fn gated_backward(
+    f: GateActivation,
     gate: &FlexTensor,
     up: &FlexTensor,
     dy: &FlexTensor,
     needs: [bool; 2],
 ) -> [Option<FlexTensor>; 2] {
-    let [gate, up, dy] = same_order([gate, up, dy]);
-    let d_gate = || map([&gate, &up, &dy], |[gate, up, dy]| dy * up * silu_slope(gate));
-    let d_up = || map([&gate, &dy], |[gate, dy]| dy * silu_value(gate));
+    let inputs @ [gate, _, dy] = &same_order([gate, up, dy]);
+    let inputs = inputs.each_ref();
+    let d_gate = || match f {
+        GateActivation::Silu => map(inputs, |[gate, up, dy]| dy * up * silu_slope(gate)),
+        GateActivation::Sigmoid => map(inputs, |[gate, up, dy]| dy * up * sigmoid_slope(gate)),
+    };
+    let d_up = || match f {
+        GateActivation::Silu => map([gate, dy], |[gate, dy]| dy * silu_value(gate)),
+        GateActivation::Sigmoid => map([gate, dy], |[gate, dy]| dy * math::sigmoid(gate)),
+    };
     [needs[0].then(d_gate), needs[1].then(d_up)]
 }
 
@@ -83,6 +97,11 @@ pub fn silu_value(x: f32) -> f32 {
 pub fn silu_slope(x: f32) -> f32 {
     let s = math::sigmoid(x);
     s * (1.0 + x * (1.0 - s))
+}
+
+#[inline(always)]
+fn sigmoid_slope(x: f32) -> f32 {
+    math::sigmoid(x) * math::sigmoid(-x)
 }
 
 #[inline(always)]

@@ -59,8 +59,8 @@ pub fn activation_backward(function: Function, x: &CudaTensor, dy: &CudaTensor) 
     dx
 }
 
-/// silu(gate) · up, and both inputs to save for the backward pass; `None` if the type has no kernel.
-pub fn swiglu(gate: &CudaTensor, up: &CudaTensor) -> Option<[CudaTensor; 3]> {
+/// f(gate) · up, and both inputs to save for the backward pass; `None` if the type has no kernel.
+pub fn gated(function: Function, gate: &CudaTensor, up: &CudaTensor) -> Option<[CudaTensor; 3]> {
     if !supported(gate) {
         return None;
     }
@@ -70,7 +70,7 @@ pub fn swiglu(gate: &CudaTensor, up: &CudaTensor) -> Option<[CudaTensor; 3]> {
         let ([first, end], lanes) = (part.range(), part.lanes);
         // SAFETY: all buffers hold all elements.
         unsafe {
-            kernel::swiglu::launch_unchecked(
+            kernel::gated::launch_unchecked(
                 &gate.client,
                 part.blocks(),
                 dim(THREADS),
@@ -80,6 +80,7 @@ pub fn swiglu(gate: &CudaTensor, up: &CudaTensor) -> Option<[CudaTensor; 3]> {
                 buffer(&y, lanes),
                 first,
                 end,
+                function,
                 gate.dtype.into(),
             );
         }
@@ -88,14 +89,19 @@ pub fn swiglu(gate: &CudaTensor, up: &CudaTensor) -> Option<[CudaTensor; 3]> {
 }
 
 /// The gradients of gate and up.
-pub fn swiglu_backward(gate: &CudaTensor, up: &CudaTensor, dy: &CudaTensor) -> [CudaTensor; 2] {
+pub fn gated_backward(
+    function: Function,
+    gate: &CudaTensor,
+    up: &CudaTensor,
+    dy: &CudaTensor,
+) -> [CudaTensor; 2] {
     let [gate, up, dy] = same_order([gate, up, dy]);
     let (d_gate, d_up) = (like(&gate), like(&gate));
     for part in vector_ranges(&gate) {
         let ([first, end], lanes) = (part.range(), part.lanes);
         // SAFETY: all buffers hold all elements.
         unsafe {
-            kernel::swiglu_backward::launch_unchecked(
+            kernel::gated_backward::launch_unchecked(
                 &gate.client,
                 part.blocks(),
                 dim(THREADS),
@@ -107,6 +113,7 @@ pub fn swiglu_backward(gate: &CudaTensor, up: &CudaTensor, dy: &CudaTensor) -> [
                 buffer(&d_up, lanes),
                 first,
                 end,
+                function,
                 gate.dtype.into(),
             );
         }

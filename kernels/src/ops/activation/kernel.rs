@@ -16,6 +16,8 @@ pub enum Function {
     ReluSquared,
     /// x σ(x).
     Silu,
+    /// σ(x).
+    Sigmoid,
     /// ln σ(x).
     LogSigmoid,
     /// x + 1 above 0, else e^x.
@@ -76,6 +78,7 @@ pub fn value(x: f32, #[comptime] function: Function) -> f32 {
         Function::Gelu => x * sigmoid(gelu_argument(x)),
         Function::ReluSquared => relu(x) * relu(x),
         Function::Silu => silu(x),
+        Function::Sigmoid => sigmoid(x),
         // ln(1 + e^−|x|) neither overflows nor cancels.
         Function::LogSigmoid => min(x, 0.0) - f32::log1p(Exp::exp(-f32::abs(x))),
         Function::EluPlusOne => exp_or(x, x + 1.0),
@@ -93,6 +96,7 @@ fn slope(x: f32, #[comptime] function: Function) -> f32 {
         }
         Function::ReluSquared => 2.0 * relu(x),
         Function::Silu => silu_slope(x),
+        Function::Sigmoid => sigmoid(x) * sigmoid(-x),
         Function::LogSigmoid => sigmoid(-x),
         Function::EluPlusOne => exp_or(x, 1.0),
     }
@@ -144,14 +148,15 @@ pub fn activation_backward<E: Float, N: Size>(
     }
 }
 
-/// y = silu(gate) · up.
+/// y = f(gate) · up.
 #[cube(launch_unchecked, fast_math = FastMath::all())]
-pub fn swiglu<E: Float, N: Size>(
+pub fn gated<E: Float, N: Size>(
     gate: &Array<Vector<E, N>>,
     up: &Array<Vector<E, N>>,
     y: &mut Array<Vector<E, N>>,
     first: u32,
     end: u32,
+    #[comptime] function: Function,
     #[define(E)] _dtype: StorageType,
 ) {
     let at = first as usize + ABSOLUTE_POS;
@@ -161,15 +166,15 @@ pub fn swiglu<E: Float, N: Size>(
         let mut out = Vector::<f32, N>::cast_from(0f32);
         #[unroll]
         for i in 0..N::value() {
-            out[i] = silu(gate[i]) * up[i];
+            out[i] = value(gate[i], function) * up[i];
         }
         y[at] = Vector::cast_from(out);
     }
 }
 
-/// d_gate = dy · up · silu'(gate), d_up = dy · silu(gate).
+/// d_gate = dy · up · f'(gate), d_up = dy · f(gate).
 #[cube(launch_unchecked, fast_math = FastMath::all())]
-pub fn swiglu_backward<E: Float, N: Size>(
+pub fn gated_backward<E: Float, N: Size>(
     gate: &Array<Vector<E, N>>,
     up: &Array<Vector<E, N>>,
     dy: &Array<Vector<E, N>>,
@@ -177,6 +182,7 @@ pub fn swiglu_backward<E: Float, N: Size>(
     d_up: &mut Array<Vector<E, N>>,
     first: u32,
     end: u32,
+    #[comptime] function: Function,
     #[define(E)] _dtype: StorageType,
 ) {
     let at = first as usize + ABSOLUTE_POS;
@@ -188,9 +194,8 @@ pub fn swiglu_backward<E: Float, N: Size>(
         let mut out_up = Vector::<f32, N>::cast_from(0f32);
         #[unroll]
         for i in 0..N::value() {
-            let s = sigmoid(gate[i]);
-            out_gate[i] = dy[i] * up[i] * s * (1.0 + gate[i] * (1.0 - s));
-            out_up[i] = dy[i] * gate[i] * s;
+            out_gate[i] = dy[i] * up[i] * slope(gate[i], function);
+            out_up[i] = dy[i] * value(gate[i], function);
         }
         d_gate[at] = Vector::cast_from(out_gate);
         d_up[at] = Vector::cast_from(out_up);

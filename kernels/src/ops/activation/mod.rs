@@ -1,10 +1,10 @@
-//! Elementwise activations, and SwiGLU's gated one.
+//! Elementwise activations, and those that gate another tensor.
 
 pub(super) mod cpu;
 pub(super) mod cuda;
 pub(crate) mod kernel;
 
-use burn::tensor::activation::sigmoid;
+use burn::tensor::activation::sigmoid as burn_sigmoid;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{Tensor, TensorMetadata};
 use burn_flex::FlexTensor;
@@ -36,6 +36,11 @@ pub fn silu<B: OpBackend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
     activation(Activation::Silu, x)
 }
 
+/// σ(x) = 1 / (1 + e^−x), elementwise.
+pub fn sigmoid<B: OpBackend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
+    activation(Activation::Sigmoid, x)
+}
+
 /// ln σ(x) = min(x, 0) − ln(1 + e^−|x|), elementwise, which neither overflows nor cancels.
 pub fn log_sigmoid<B: OpBackend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
     activation(Activation::LogSigmoid, x)
@@ -56,8 +61,24 @@ pub fn activation<B: OpBackend, const D: usize>(kind: Activation, x: Tensor<B, D
 /// # Panics
 /// When the shapes differ.
 pub fn swiglu<B: OpBackend, const D: usize>(gate: Tensor<B, D>, up: Tensor<B, D>) -> Tensor<B, D> {
-    assert_eq!(gate.dims(), up.dims(), "shapes of SwiGLU's gate and up");
-    tensor(B::run(&SwiGlu, [primitive(gate), primitive(up)], vec![]))
+    gated(GateActivation::Silu, gate, up)
+}
+
+/// σ(gate) · x, elementwise (Dauphin et al., 2017, equation 1).
+///
+/// # Panics
+/// When the shapes differ.
+pub fn glu<B: OpBackend, const D: usize>(gate: Tensor<B, D>, x: Tensor<B, D>) -> Tensor<B, D> {
+    gated(GateActivation::Sigmoid, gate, x)
+}
+
+fn gated<B: OpBackend, const D: usize>(
+    f: GateActivation,
+    gate: Tensor<B, D>,
+    x: Tensor<B, D>,
+) -> Tensor<B, D> {
+    assert_eq!(gate.dims(), x.dims(), "shapes of a gate and what it multiplies");
+    tensor(B::run(&Gated(f), [primitive(gate), primitive(x)], vec![]))
 }
 
 /// The elementwise activations.
@@ -69,6 +90,8 @@ pub enum Activation {
     ReluSquared,
     /// See [`silu`].
     Silu,
+    /// See [`sigmoid`].
+    Sigmoid,
     /// See [`log_sigmoid`].
     LogSigmoid,
     /// See [`elu_plus_one`].
@@ -88,14 +111,15 @@ impl Op<1> for Activation {
                 let cubic = x.clone() * x.clone() * x.clone() * GELU_CUBIC;
                 let u = (x.clone() + cubic) * GELU_SCALE;
                 // (1 + tanh(u)) / 2 = σ(2u), which does not cancel for x far below 0.
-                x * sigmoid(u * 2.0)
+                x * burn_sigmoid(u * 2.0)
             }
             Activation::ReluSquared => {
                 let negative = x.clone().lower_elem(0.0);
                 let positive = x.mask_fill(negative, 0.0);
                 positive.clone() * positive
             }
-            Activation::Silu => x.clone() * sigmoid(x),
+            Activation::Silu => x.clone() * burn_sigmoid(x),
+            Activation::Sigmoid => burn_sigmoid(x),
             Activation::LogSigmoid => {
                 let tail = x.clone().abs().neg().exp().log1p();
                 x.clamp_max(0.0) - tail
@@ -156,34 +180,52 @@ impl Activation {
             Activation::Gelu => Function::Gelu,
             Activation::ReluSquared => Function::ReluSquared,
             Activation::Silu => Function::Silu,
+            Activation::Sigmoid => Function::Sigmoid,
             Activation::LogSigmoid => Function::LogSigmoid,
             Activation::EluPlusOne => Function::EluPlusOne,
         }
     }
 }
 
-/// The operation of [`swiglu`]: inputs gate and up.
-#[derive(Clone, Debug)]
-pub struct SwiGlu;
+/// What is applied to a gate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum GateActivation {
+    /// σ(g)
+    Sigmoid,
+    /// g σ(g)
+    Silu,
+}
 
-impl Op<2> for SwiGlu {
+impl GateActivation {
+    fn activation(self) -> Activation {
+        match self {
+            GateActivation::Sigmoid => Activation::Sigmoid,
+            GateActivation::Silu => Activation::Silu,
+        }
+    }
+}
+
+/// The operation of [`swiglu`] and [`glu`]: inputs are the gate and what it multiplies.
+#[derive(Clone, Debug)]
+pub struct Gated(pub GateActivation);
+
+impl Op<2> for Gated {
     fn reference<B: OpBackend>(
         &self,
-        [gate, up]: [FloatTensor<B>; 2],
+        [gate, x]: [FloatTensor<B>; 2],
         ints: &[IntTensor<B>],
     ) -> FloatTensor<B> {
-        let gate = Activation::Silu.reference::<B>([gate], ints);
-        B::float_mul(gate, up)
+        B::float_mul(self.0.activation().reference::<B>([gate], ints), x)
     }
 
     fn cpu_forward(
         &self,
-        [gate, up]: &[FlexTensor; 2],
+        [gate, x]: &[FlexTensor; 2],
         _ints: &[FlexTensor],
         _needs: [bool; 2],
     ) -> Option<Forward<FlexTensor>> {
-        let [output, gate, up] = cpu::swiglu(gate, up);
-        Some(Forward { output, saved: vec![gate, up] })
+        let [output, gate, x] = cpu::gated(self.0, gate, x);
+        Some(Forward { output, saved: vec![gate, x] })
     }
 
     fn cpu_backward(
@@ -193,17 +235,17 @@ impl Op<2> for SwiGlu {
         grad: FlexTensor,
         needs: [bool; 2],
     ) -> [Option<FlexTensor>; 2] {
-        cpu::swiglu_backward(&saved[0], &saved[1], &grad, needs)
+        cpu::gated_backward(self.0, &saved[0], &saved[1], &grad, needs)
     }
 
     fn cuda_forward(
         &self,
-        [gate, up]: &[CudaTensor; 2],
+        [gate, x]: &[CudaTensor; 2],
         _ints: &[CudaTensor],
         _needs: [bool; 2],
     ) -> Option<Forward<CudaTensor>> {
-        let [output, gate, up] = cuda::swiglu(gate, up)?;
-        Some(Forward { output, saved: vec![gate, up] })
+        let [output, gate, x] = cuda::gated(self.0.activation().cuda(), gate, x)?;
+        Some(Forward { output, saved: vec![gate, x] })
     }
 
     fn cuda_backward(
@@ -213,8 +255,9 @@ impl Op<2> for SwiGlu {
         grad: CudaTensor,
         needs: [bool; 2],
     ) -> [Option<CudaTensor>; 2] {
-        let [d_gate, d_up] = cuda::swiglu_backward(&saved[0], &saved[1], &grad);
-        [needs[0].then_some(d_gate), needs[1].then_some(d_up)]
+        let function = self.0.activation().cuda();
+        let [d_gate, d_x] = cuda::gated_backward(function, &saved[0], &saved[1], &grad);
+        [needs[0].then_some(d_gate), needs[1].then_some(d_x)]
     }
 }
 

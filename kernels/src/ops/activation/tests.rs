@@ -2,13 +2,16 @@ use super::*;
 use crate::ops::support::{Ad, assert_nan_shows, assert_views_agree, strides, values, wave};
 use crate::testing::{Case, Tensor64, check};
 
-const KINDS: [Activation; 5] = [
+const KINDS: [Activation; 6] = [
     Activation::Gelu,
     Activation::ReluSquared,
     Activation::Silu,
+    Activation::Sigmoid,
     Activation::LogSigmoid,
     Activation::EluPlusOne,
 ];
+
+const GATES: [GateActivation; 2] = [GateActivation::Sigmoid, GateActivation::Silu];
 
 fn definition(kind: Activation, x: f64) -> f64 {
     match kind {
@@ -18,6 +21,7 @@ fn definition(kind: Activation, x: f64) -> f64 {
         }
         Activation::ReluSquared => x.max(0.0).powi(2),
         Activation::Silu => x / (1.0 + (-x).exp()),
+        Activation::Sigmoid => 1.0 / (1.0 + (-x).exp()),
         Activation::LogSigmoid => x.min(0.0) - (-x.abs()).exp().ln_1p(),
         Activation::EluPlusOne => x.max(0.0) + x.min(0.0).exp(),
     }
@@ -38,14 +42,22 @@ fn agree_with_the_oracle_and_its_gradients() {
     }
 }
 
+/// f(gate) · x.
+fn gated_by_definition(f: GateActivation, inputs: &[Tensor64]) -> Tensor64 {
+    let [gate, x] = inputs else { panic!("{} inputs", inputs.len()) };
+    let value = |(&gate, x): (&f64, &f64)| definition(f.activation(), gate) * x;
+    Tensor64::new(&gate.shape, gate.data.iter().zip(&x.data).map(value).collect())
+}
+
 #[test]
-fn swiglu_agrees_with_the_oracle_and_its_gradients() {
-    for shape in [&[1, 1, 1][..], &[2, 7, 33], &[3, 4099]] {
-        check(Case::new(SwiGlu, &[shape, shape]), |inputs| {
-            let [gate, up] = inputs else { panic!() };
-            let value = |(&g, u): (&f64, &f64)| definition(Activation::Silu, g) * u;
-            Tensor64::new(&gate.shape, gate.data.iter().zip(&up.data).map(value).collect())
-        });
+fn gated_agrees_with_the_oracle_and_its_gradients() {
+    for f in GATES {
+        for shape in [&[1, 1, 1][..], &[2, 7, 33], &[3, 4099]] {
+            for range in [1.7, 12.0] {
+                let case = Case::new(Gated(f), &[shape, shape]).uniform(0, -range..range);
+                check(case, |inputs| gated_by_definition(f, inputs));
+            }
+        }
     }
 }
 
@@ -57,8 +69,10 @@ fn a_view_gives_what_its_copy_gives_and_keeps_its_order() {
         assert_eq!(strides(&activation(kind, view())), strides(&view()));
     }
     let up = wave([2, 3, 5, 7], 1.0);
-    assert_views_agree(view(), |gate| swiglu(gate, up.clone()));
-    assert_views_agree(wave([3, 20], 0.0).narrow(1, 5, 10), |x| swiglu(x.clone(), x));
+    for f in GATES {
+        assert_views_agree(view(), |gate| gated(f, gate, up.clone()));
+        assert_views_agree(wave([3, 20], 0.0).narrow(1, 5, 10), |x| gated(f, x.clone(), x));
+    }
 }
 
 #[test]
@@ -66,6 +80,7 @@ fn extreme_values_stay_finite_and_a_nan_shows() {
     let x = Tensor::<Ad, 1>::from_floats([-1e6, -90.0, 90.0, 1e6], &Default::default());
     assert_eq!(values(gelu(x.clone())), [0.0, 0.0, 90.0, 1e6]);
     assert_eq!(values(silu(x.clone())), [0.0, 0.0, 90.0, 1e6]);
+    assert_eq!(values(sigmoid(x.clone())), [0.0, 0.0, 1.0, 1.0]);
     assert_eq!(values(elu_plus_one(x.clone()))[2..], [91.0, 1e6 + 1.0]);
     let tail = values(log_sigmoid(x));
     assert_eq!(tail[..2], [-1e6, -90.0]);
@@ -73,7 +88,9 @@ fn extreme_values_stay_finite_and_a_nan_shows() {
     for kind in KINDS {
         assert_nan_shows(wave([5, 9], 0.0), |x| activation(kind, x));
     }
-    assert_nan_shows(wave([5, 9], 0.0), |x| swiglu(x, wave([5, 9], 1.0)));
+    for f in GATES {
+        assert_nan_shows(wave([5, 9], 0.0), |x| gated(f, x, wave([5, 9], 1.0)));
+    }
 }
 
 mod cuda {
@@ -102,16 +119,16 @@ mod cuda {
 
     #[test]
     #[ignore = "needs a GPU"]
-    fn swiglu_agrees_with_the_oracle_and_its_gradients() {
-        for shape in [&[1, 1, 1][..], &[2, 7, 33], &[3, 4099]] {
-            let oracle = |inputs: &[Tensor64]| {
-                let [gate, up] = inputs else { panic!() };
-                let value = |(&g, u): (&f64, &f64)| definition(Activation::Silu, g) * u;
-                Tensor64::new(&gate.shape, gate.data.iter().zip(&up.data).map(value).collect())
-            };
-            check_on::<crate::Cuda, _, 2>(Case::new(SwiGlu, &[shape, shape]), oracle);
-            let rounded = Case::new(SwiGlu, &[shape, shape]).bf16(&[0, 1]);
-            check_on::<crate::Cuda, _, 2>(rounded, oracle);
+    fn gated_agrees_with_the_oracle_and_its_gradients() {
+        for f in GATES {
+            for shape in [&[1, 1, 1][..], &[2, 7, 33], &[3, 4099]] {
+                for range in [1.7, 12.0] {
+                    let oracle = |inputs: &[Tensor64]| gated_by_definition(f, inputs);
+                    let case = || Case::new(Gated(f), &[shape, shape]).uniform(0, -range..range);
+                    check_on::<crate::Cuda, _, 2>(case(), oracle);
+                    check_on::<crate::Cuda, _, 2>(case().bf16(&[0, 1]), oracle);
+                }
+            }
         }
     }
 
@@ -125,16 +142,22 @@ mod cuda {
             assert_eq!(strides(&activation(kind, view())), strides(&view()));
         }
         let up = wave([2, 3, 5, 8], 1.0);
-        assert_views_agree(view(), |gate| swiglu(gate, up.clone()));
+        for f in GATES {
+            assert_views_agree(view(), |gate| gated(f, gate, up.clone()));
+        }
     }
 
     #[test]
     #[ignore = "needs a GPU"]
     fn extreme_values_stay_finite_and_a_nan_shows() {
         let x = || floats(vec![-1e6, -90.0, 90.0, 1e6], [4]);
-        for smooth in [values(gelu(x())), values(silu(x()))] {
+        for (smooth, large) in [
+            (values(gelu(x())), [90.0, 1e6]),
+            (values(silu(x())), [90.0, 1e6]),
+            (values(sigmoid(x())), [1.0, 1.0]),
+        ] {
             assert!(smooth[..2].iter().all(|x| x.abs() < 1e-30), "{smooth:?}");
-            assert_eq!(smooth[2..], [90.0, 1e6]);
+            assert_eq!(smooth[2..], large);
         }
         let tail = values(log_sigmoid(x()));
         assert_eq!(tail[..2], [-1e6, -90.0]);
@@ -142,6 +165,8 @@ mod cuda {
         for kind in KINDS {
             assert_nan_shows(wave([5, 9], 0.0), |x| activation(kind, x));
         }
-        assert_nan_shows(wave([5, 9], 0.0), |x| swiglu(x, wave([5, 9], 1.0)));
+        for f in GATES {
+            assert_nan_shows(wave([5, 9], 0.0), |x| gated(f, x, wave([5, 9], 1.0)));
+        }
     }
 }

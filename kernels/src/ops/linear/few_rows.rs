@@ -100,7 +100,6 @@ pub fn product(
         Epilogue::Add(term) => (Then::Add, Some(contiguous(term)), None),
         Epilogue::Bias(bias) => (Then::Bias, Some(contiguous(bias)), None),
         Epilogue::Gelu(before) => (Then::Gelu, None, Some(before)),
-        Epilogue::GeluSlope(_) => return None,
     };
     let tiling = Tiling::new(rows, k);
     // SAFETY: rows and outputs past the last are clamped when read and not written; the callers' tensors have the

@@ -1,5 +1,5 @@
-//! The MLP by matrix products, with GELU, its derivative and the residual as epilogues; in e4m3, where cuBLASLt
-//! has no epilogues of GELU with a result in bf16, GELU is applied while its result is rounded.
+//! The MLP by matrix products, with GELU and the residual as epilogues; in e4m3, where cuBLASLt has no epilogue of
+//! GELU with a result in bf16, GELU is applied while its result is rounded.
 
 use burn::tensor::DType;
 
@@ -12,7 +12,7 @@ use crate::ops::cuda::elementwise::in_type;
 use crate::ops::linear::cuda::{as_rows, input_gradient, like_rows_of, outputs, weight_gradient};
 use crate::ops::linear::e4m3::{self, Of, factor, rounded};
 
-/// Row lengths must be a multiple of this for cuBLASLt's epilogues of GELU and its derivative in bf16.
+/// Row lengths must be a multiple of this for cuBLASLt's epilogue of GELU in bf16.
 const WIDTH_MULTIPLE: usize = 8;
 
 /// The MLP. Saves x, U, D, x Uᵀ and its GELU; in e4m3 if `tracked` x Uᵀ, and of the others the transposes with
@@ -62,7 +62,11 @@ pub fn backward(
         Ok([x, up, down, before, after]) => {
             let d_down = needs[2].then(|| weight_gradient(&dy, &after, &mut grad_accum[2]));
             drop(after);
-            let d_before = product(dy, down, grad.dtype, Epilogue::GeluSlope(before));
+            // GELU's derivative is no epilogue here: cuBLASLt runs it as a kernel of its own, at a quarter of the
+            // memory bandwidth.
+            let d_after = product(dy, down, grad.dtype, Epilogue::None);
+            let d_before = activation_backward(Function::Gelu, &before, &d_after);
+            drop((before, d_after));
             let dx = needs[0].then(|| input_gradient(&d_before, &up, &mut grad_accum[0]));
             let d_up = needs[1].then(|| weight_gradient(&d_before, &x, &mut grad_accum[1]));
             [dx, d_up, d_down]
