@@ -46,8 +46,8 @@ pub use self::decode::decode;
 use self::forward::QkvLaunch;
 pub use self::heads::{HeadChunks, HeadChunksLaunch, HeadNumbers, HeadPairs, HeadQuads, Heads};
 use self::hooks::{
-    Biases, BiasesOf, GradientOf, Hooks, LaunchOf, Operands, OperandsOf, SavedRows, Score, ScoreOf,
-    StatisticsOf, sums_of_columns, sums_of_rows,
+    Biases, BiasesOf, GradientOf, Hooks, LaunchOf, SavedRows, Score, ScoreOf, StatisticsOf,
+    sums_of_columns, sums_of_rows,
 };
 use self::in_order::{CarriesLaunch, SavedCarriesLaunch};
 use self::mask::{Limits, MaskLaunch, Pruned, PrunedKeysLaunch};
@@ -414,7 +414,8 @@ impl<A: Hooks> FlashAttention<A> {
         };
         let ds_rows = sums_of_rows::<A>().then(|| sums(self.positions()));
         let ds_columns = sums_of_columns::<A>().then(|| sums(self.k.dims[2]));
-        let [dq, dk, dv] = if self.one_backward_kernel() {
+        // Wider heads do not fit beside a block's sums of dq.
+        let [dq, dk, dv] = if self.q.dims[3].max(self.v.dims[3]) <= 128 {
             self.dqkv(&grad, saved(), ds_rows.as_ref(), ds_columns.as_ref())
         } else {
             let dq = self.dq(&grad, saved(), ds_rows.as_ref(), None);
@@ -422,11 +423,6 @@ impl<A: Hooks> FlashAttention<A> {
             [dq, dk, dv]
         };
         Gradients { dq, dk, dv: self.of_shared_values(dv), ds_rows, ds_columns }
-    }
-
-    /// Whether `dqkv` computes all gradients.
-    fn one_backward_kernel(&self) -> bool {
-        OperandsOf::<A>::DQ_BY_KEYS && self.q.dims[3].max(self.v.dims[3]) <= 128
     }
 
     /// An uninitialised tensor for the gradient of q or k.
@@ -532,7 +528,8 @@ impl<A: Hooks> FlashAttention<A> {
         let [batch, heads, queries, _] = self.q.dims;
         let [_, kv_heads, keys, _] = self.k.dims;
         let with_sums = sums_of_rows::<A>();
-        let config = self.config(if with_sums { DQKV_SHAPES_WITH_SUMS } else { DQKV_SHAPES });
+        let shapes = if with_sums { DQKV_SHAPES_WITH_SUMS } else { DQKV_SHAPES };
+        let config = KernelConfig { warps: dqkv::CONSUMER_WARPS, ..self.config(shapes) };
         let tiles = queries.div_ceil(config.tile);
         let vectors = vectors_per_tile(config, with_sums);
         let blocks = keys.div_ceil(config.rows());

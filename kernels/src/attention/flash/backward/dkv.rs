@@ -129,13 +129,20 @@ pub fn dkv<A: Hooks>(
     ds_sum[1] = 0f32;
     let batch_kv_head = CUBE_POS_Y as usize;
     let mut operand_state =
-        OperandsOf::<A>::dkv(operands, &problem, batch_kv_head, group_column, config);
+        OperandsOf::<A>::dkv(operands, &problem, batch_kv_head, group_column, warp, config);
     let mut bias_state = BiasesOf::<A>::init_query_loop(config);
 
     if total > 0 {
         let (head, first_query) = passes.head_and_query(0usize, in_reverse, tile);
         query_tile.read::<A>(saved, mask, &problem, batch, head, first_query, config);
-        OperandsOf::<A>::read_queries(&mut operand_state, operands, first_query, true, config);
+        OperandsOf::<A>::read_queries(
+            &mut operand_state,
+            operands,
+            first_query,
+            warp,
+            true,
+            config,
+        );
         let batch_head = batch * problem.heads as usize + head;
         BiasesOf::<A>::read_queries(
             &mut bias_state,
@@ -168,7 +175,14 @@ pub fn dkv<A: Hooks>(
         // Read the next tile's data while this one is computed.
         if ahead {
             query_tile.read::<A>(saved, mask, &problem, batch, next_head, next_query, config);
-            OperandsOf::<A>::read_queries(&mut operand_state, operands, next_query, false, config);
+            OperandsOf::<A>::read_queries(
+                &mut operand_state,
+                operands,
+                next_query,
+                warp,
+                false,
+                config,
+            );
             let batch_head = batch * problem.heads as usize + next_head;
             BiasesOf::<A>::read_queries(
                 &mut bias_state,

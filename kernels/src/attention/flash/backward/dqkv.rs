@@ -32,8 +32,8 @@ use crate::tile::roles::{
 };
 use crate::tile::turns::{pass_turn, start_add, wait_for_adds, wait_for_turn};
 use crate::tile::warpgroup::{
-    GROUP_ROWS, GROUP_WARPS, start_panels_atb, start_pb, start_tile_abt, store_a_frags, to_a_frags,
-    uninit, uninit_a_frags, wait,
+    GROUP_ROWS, GROUP_WARPS, start_pb, start_tile_abt, store_a_frags, to_a_frags, uninit,
+    uninit_a_frags, wait,
 };
 use crate::tile::{
     ALIGN, CHUNK, Chunk, PANEL, PANEL_DIM, Pair, Quad, bytes, define_exp2, load_rows, sum_of_four,
@@ -116,6 +116,7 @@ pub fn dqkv<A: Hooks>(
     let rows = comptime!(config.rows());
     let n_queries = comptime!(tile / 8);
     let vectors = comptime!(vectors_per_tile(config, with_sums));
+    let by_tile = comptime!(OperandsOf::<A>::DK_IN_REVERSE);
 
     let lane = UNIT_POS_PLANE as usize;
     // The shuffle tells the compiler that the value is warp-uniform.
@@ -217,7 +218,7 @@ pub fn dqkv<A: Hooks>(
                     }
                     grad_ring.wait_empty(at);
                     grad_ring.load(at, &inputs.grad, batch, head, first_query);
-                    (head, first_query) = passes.next(head, first_query, tile);
+                    (head, first_query) = passes.next(head, first_query, by_tile, tile);
                 }
                 done += total;
                 taken += 1;
@@ -254,7 +255,7 @@ pub fn dqkv<A: Hooks>(
                         most_first_key[at % 2] = most as u32;
                         q_ring.arrive(at);
                     }
-                    (head, first_query) = passes.next(head, first_query, tile);
+                    (head, first_query) = passes.next(head, first_query, by_tile, tile);
                 }
                 done += total;
                 taken += 1;
@@ -284,7 +285,7 @@ pub fn dqkv<A: Hooks>(
                     dq_empty.arrive();
                     wait_for_adds(true);
                     pass_turn(&dq.turns, at + 1);
-                    (head, first_query) = passes.next(head, first_query, tile);
+                    (head, first_query) = passes.next(head, first_query, by_tile, tile);
                 }
                 done += total;
                 taken += 1;
@@ -326,7 +327,9 @@ pub fn dqkv<A: Hooks>(
             ds_sum[0] = 0f32;
             ds_sum[1] = 0f32;
             let mut operand_state =
-                OperandsOf::<A>::dkv(operands, &problem, batch_kv_head, group_column, config);
+                OperandsOf::<A>::dkv(operands, &problem, batch_kv_head, group_column, warp, config);
+            let mut dq_parts =
+                OperandsOf::<A>::dq_parts(operands, batch_kv_head, first_column, warp, config);
             let mut bias_state = BiasesOf::<A>::init_query_loop(config);
 
             let (mut head, mut first_query) = passes.start(tile);
@@ -335,9 +338,11 @@ pub fn dqkv<A: Hooks>(
                     &mut operand_state,
                     operands,
                     first_query,
+                    warp,
                     true,
                     config,
                 );
+                OperandsOf::<A>::read_queries_of_dq(&mut dq_parts, operands, first_query, config);
                 BiasesOf::<A>::read_queries(
                     &mut bias_state,
                     biases,
@@ -353,14 +358,22 @@ pub fn dqkv<A: Hooks>(
                 let last = iteration + 1 == total;
                 let slot = done % 2;
                 let (q_at, grad_at) = (q_ring.stage_offset(done), grad_ring.stage_offset(done));
-                let (next_head, next_query) = passes.next(head, first_query, tile);
+                let (next_head, next_query) = passes.next(head, first_query, by_tile, tile);
                 OperandsOf::<A>::begin_tile_of_dkv(&mut operand_state, warp, config);
+                OperandsOf::<A>::begin_dq_part(&mut dq_parts, first_query, warp, config);
                 if !last {
                     OperandsOf::<A>::read_queries(
                         &mut operand_state,
                         operands,
                         next_query,
+                        warp,
                         false,
+                        config,
+                    );
+                    OperandsOf::<A>::read_queries_of_dq(
+                        &mut dq_parts,
+                        operands,
+                        next_query,
                         config,
                     );
                 }
@@ -470,14 +483,15 @@ pub fn dqkv<A: Hooks>(
                 sync_async_proxy_shared();
                 sync_first_threads(comptime!(32 * CONSUMER_WARPS));
                 let mut dq_acc = uninit(n_dq);
-                start_panels_atb(
+                OperandsOf::<A>::start_dq_part(
+                    &dq_parts,
+                    &mut dq_acc,
                     &ds_tiles,
                     ds_at + ds_panel,
                     &k_tile,
                     k_panel,
-                    &mut dq_acc,
-                    true,
-                    rows,
+                    warp,
+                    config,
                 );
                 OperandsOf::<A>::rescale_dk(&operand_state, &mut dk_acc, warp, config);
                 start_pb(&ds, &q_ring.tiles, q_at, &mut dk_acc);
@@ -485,7 +499,7 @@ pub fn dqkv<A: Hooks>(
                 if lane == 0 {
                     grad_ring.release(done);
                 }
-                wait(&mut dq_acc, 1usize);
+                OperandsOf::<A>::finish_dq_part(&dq_parts, &mut dq_acc, warp, config);
                 if done > 0 {
                     wait_parity(&dq_empty, (done + 1) as u32 % 2);
                 }
@@ -528,17 +542,21 @@ pub fn dqkv<A: Hooks>(
                     q_ring.release(done);
                 }
                 if with_column_sums {
-                    // After the head's last tile.
-                    let done = next_head > head;
+                    // After the head's last tile; by tile, after each of its tiles.
+                    let head_ends = last | (next_head != head);
                     #[unroll]
                     for r in 0..2usize {
                         let column = own + r * 8 + lane / 4;
                         let sum = sum_of_four(ds_sum[r]);
-                        if done & (lane % 4 == 0) & (column < keys) {
+                        if head_ends & (lane % 4 == 0) & (column < keys) {
                             let at = (batch * problem.heads as usize + head) * keys + column;
-                            gradients.ds_columns.as_mut().unwrap()[at] = sum;
+                            let mut all = sum;
+                            if by_tile {
+                                all += gradients.ds_columns.as_ref().unwrap()[at];
+                            }
+                            gradients.ds_columns.as_mut().unwrap()[at] = all;
                         }
-                        ds_sum[r] = select(done, 0f32, ds_sum[r]);
+                        ds_sum[r] = select(head_ends, 0f32, ds_sum[r]);
                     }
                 }
                 head = next_head;

@@ -1,9 +1,8 @@
 //! The backward pass (Dao, "FlashAttention-2", 2023, algorithm 2), with the same bits in every run. For softmax,
 //! it recomputes P = exp(S − lse) and dS = P ⊙ (dO·Vᵀ − δ), δ = rowsum(dO ⊙ O).
 //!
-//! [`dqkv`] computes dq, dk and dv with a block per key block, over all query heads of the kv head. If a kind's
-//! dq is no plain sum over key tiles ([`Operands::DQ_BY_KEYS`](super::hooks::Operands::DQ_BY_KEYS)), or heads
-//! of k or v have more than 128 channels, [`dq`] and [`dkv`] do it, with a block per query block and one per key block.
+//! [`dqkv`] computes dq, dk and dv with a block per key block, over all query heads of the kv head. If heads of k or
+//! v have more than 128 channels, [`dq`] and [`dkv`] do it, with a block per query block and one per key block.
 
 pub mod dkv;
 pub mod dkv_in_order;

@@ -59,19 +59,34 @@ impl Passes {
         Passes { batch, kv_head, group, from, blocks, total: blocks * group }
     }
 
-    /// The query head and the first query of the first iteration, head by head from the last tile to the first.
+    /// The query head and the first query of the first iteration of [`Passes::next`], which goes head by head, from the last
+    /// tile to the first.
     pub fn start(&self, #[comptime] tile: usize) -> (usize, usize) {
         (self.kv_head * self.group, (self.from + self.blocks - 1) * tile)
     }
 
-    /// Those of the iteration after the one of `head` and `first_query`, in the same order.
-    pub fn next(&self, head: usize, first_query: usize, #[comptime] tile: usize) -> (usize, usize) {
-        let (mut head, mut next) = (head, first_query - tile);
-        if first_query == self.from * tile {
-            head += 1;
-            next = (self.from + self.blocks - 1) * tile;
+    /// Those of the iteration after the one of `head` and `first_query`, in the same order; with `by_tile` all heads at
+    /// each tile before the next tile.
+    pub fn next(
+        &self,
+        head: usize,
+        first_query: usize,
+        #[comptime] by_tile: bool,
+        #[comptime] tile: usize,
+    ) -> (usize, usize) {
+        let (mut next_head, mut next_query) = (head, first_query - tile);
+        if by_tile {
+            next_head += 1;
+            if next_head < (self.kv_head + 1) * self.group {
+                next_query = first_query;
+            } else {
+                next_head = self.kv_head * self.group;
+            }
+        } else if first_query == self.from * tile {
+            next_head += 1;
+            next_query = (self.from + self.blocks - 1) * tile;
         }
-        (head, next)
+        (next_head, next_query)
     }
 
     /// The query head and the first query of an iteration: head by head, from the first tile to the last. In

@@ -9,7 +9,9 @@ use cubecl::prelude::*;
 use super::{Biases, Operands, Score, TileQueries};
 use crate::attention::flash::mask::{QueryBlock, QueryGroup};
 use crate::attention::flash::problem::{KernelConfig, ProblemShape};
-use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS, RowsAt, start_abt, start_tile_abt};
+use crate::tile::warpgroup::{
+    GROUP_ROWS, GROUP_WARPS, RowsAt, start_abt, start_panels_atb, start_tile_abt, wait,
+};
 use crate::tile::{AFragments, Accumulator, Chunk, Pair, load_a_frags};
 
 /// q and k unchanged, but for the queries of the forward pass and of decoding, which are `T`'s; `G` is the type of dq
@@ -25,12 +27,12 @@ impl<G: Numeric + Element, T: TileQueries> Operands for PlainOperands<G, T> {
     type Forward = ();
     type Dq = ();
     type Dkv = ();
+    type DqParts = ();
     type Decode = T::State;
 
     const Q_IN_REGISTERS: bool = false;
     const CHANGES_QUERIES: bool = T::CHANGES_QUERIES;
     const DK_IN_REVERSE: bool = false;
-    const DQ_BY_KEYS: bool = true;
     const NEEDS_EQUAL_DS: bool = false;
     const SCALES_GRADIENTS: bool = true;
 
@@ -144,6 +146,7 @@ impl<G: Numeric + Element, T: TileQueries> Operands for PlainOperands<G, T> {
         _problem: &ProblemShape,
         _batch_kv_head: usize,
         _column: usize,
+        _warp: usize,
         #[comptime] _config: KernelConfig,
     ) {
     }
@@ -152,6 +155,7 @@ impl<G: Numeric + Element, T: TileQueries> Operands for PlainOperands<G, T> {
         _state: &mut (),
         _args: &T::Args,
         _first_query: usize,
+        _warp: usize,
         #[comptime] _first: bool,
         #[comptime] _config: KernelConfig,
     ) {
@@ -177,6 +181,53 @@ impl<G: Numeric + Element, T: TileQueries> Operands for PlainOperands<G, T> {
         _warp: usize,
         #[comptime] _config: KernelConfig,
     ) {
+    }
+
+    fn dq_parts(
+        _args: &T::Args,
+        _batch_kv_head: usize,
+        _first_column: usize,
+        _warp: usize,
+        #[comptime] _config: KernelConfig,
+    ) {
+    }
+
+    fn read_queries_of_dq(
+        _state: &mut (),
+        _args: &T::Args,
+        _first_query: usize,
+        #[comptime] _config: KernelConfig,
+    ) {
+    }
+
+    fn begin_dq_part(
+        _state: &mut (),
+        _first_query: usize,
+        _warp: usize,
+        #[comptime] _config: KernelConfig,
+    ) {
+    }
+
+    fn start_dq_part(
+        _state: &(),
+        dq: &mut Accumulator,
+        ds_tiles: &SharedMemory<Chunk>,
+        ds_at: usize,
+        k_tile: &SharedMemory<Chunk>,
+        k_at: usize,
+        _warp: usize,
+        #[comptime] config: KernelConfig,
+    ) {
+        start_panels_atb(ds_tiles, ds_at, k_tile, k_at, dq, true, comptime!(config.rows()));
+    }
+
+    fn finish_dq_part(
+        _state: &(),
+        dq: &mut Accumulator,
+        _warp: usize,
+        #[comptime] _config: KernelConfig,
+    ) {
+        wait(dq, 1usize);
     }
 
     fn decode(

@@ -128,6 +128,8 @@ pub trait Operands: Send + Sync + 'static {
     type Dq: CubeType;
     /// State of the pass for dk and dv.
     type Dkv: CubeType;
+    /// State for the parts of dq that a block of keys adds, beside dk and dv.
+    type DqParts: CubeType;
     /// State of decoding.
     type Decode: CubeType;
 
@@ -139,9 +141,6 @@ pub trait Operands: Send + Sync + 'static {
     /// Whether dk is summed from the last query tile to the first, with the heads of a group interleaved at
     /// each tile.
     const DK_IN_REVERSE: bool;
-    /// Whether the product of dS and a tile of keys is that tile's part of dq, so that blocks of keys can add
-    /// their parts. If not, a kernel of its own computes dq.
-    const DQ_BY_KEYS: bool;
     /// Whether dq and dk need the same dS to the bit, because a gradient is the difference of sums of both. The kernel
     /// of dq then adds biases to finished products, as that of dk does.
     const NEEDS_EQUAL_DS: bool;
@@ -249,6 +248,7 @@ pub trait Operands: Send + Sync + 'static {
         problem: &ProblemShape,
         batch_kv_head: usize,
         column: usize,
+        warp: usize,
         #[comptime] config: KernelConfig,
     ) -> Self::Dkv;
 
@@ -257,6 +257,7 @@ pub trait Operands: Send + Sync + 'static {
         state: &mut Self::Dkv,
         args: &Self::Args,
         first_query: usize,
+        warp: usize,
         #[comptime] first: bool,
         #[comptime] config: KernelConfig,
     );
@@ -279,6 +280,53 @@ pub trait Operands: Send + Sync + 'static {
     fn rescale_dk(
         state: &Self::Dkv,
         dk: &mut Accumulator,
+        warp: usize,
+        #[comptime] config: KernelConfig,
+    );
+
+    /// The state for the block of keys from `first_column` on; `batch_kv_head` is batch · kv_heads + kv_head.
+    fn dq_parts(
+        args: &Self::Args,
+        batch_kv_head: usize,
+        first_column: usize,
+        warp: usize,
+        #[comptime] config: KernelConfig,
+    ) -> Self::DqParts;
+
+    /// Reads the data for the query tile from `first_query` on.
+    fn read_queries_of_dq(
+        state: &mut Self::DqParts,
+        args: &Self::Args,
+        first_query: usize,
+        #[comptime] config: KernelConfig,
+    );
+
+    /// Begins the query tile that was read, from `first_query` on.
+    fn begin_dq_part(
+        state: &mut Self::DqParts,
+        first_query: usize,
+        warp: usize,
+        #[comptime] config: KernelConfig,
+    );
+
+    /// Starts the query tile's part of dq: the warpgroup's part of the product of the block's dSᵀ, whose panel is at chunk
+    /// `ds_at`, and the block's keys, whose columns are at chunk `k_at`.
+    fn start_dq_part(
+        state: &Self::DqParts,
+        dq: &mut Accumulator,
+        ds_tiles: &SharedMemory<Chunk>,
+        ds_at: usize,
+        k_tile: &SharedMemory<Chunk>,
+        k_at: usize,
+        warp: usize,
+        #[comptime] config: KernelConfig,
+    );
+
+    /// Waits for the product that [`Operands::start_dq_part`] has started, after which another one was started, and
+    /// converts it to units that all blocks of keys share.
+    fn finish_dq_part(
+        state: &Self::DqParts,
+        dq: &mut Accumulator,
         warp: usize,
         #[comptime] config: KernelConfig,
     );

@@ -23,8 +23,10 @@ use crate::attention::flash::decode::{KEYS_PER_WARP, WARPS};
 use crate::attention::flash::hooks::Operands;
 use crate::attention::flash::mask::{QueryBlock, QueryGroup};
 use crate::attention::flash::problem::{KernelConfig, ProblemShape};
-use crate::tile::warpgroup::{GROUP_ROWS, RowsAt, start_abt};
-use crate::tile::{AFragments, Accumulator, Bf16Pair, Chunk, Pair, load_a_frags, stage_to_smem};
+use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS, RowsAt, start_abt, start_panels_atb, wait};
+use crate::tile::{
+    AFragments, Accumulator, Bf16Pair, Chunk, PANEL, PANEL_DIM, Pair, load_a_frags, stage_to_smem,
+};
 
 /// Tokens of a tile of gates.
 pub const TILE: usize = 64;
@@ -158,6 +160,39 @@ fn scale_columns(
     }
 }
 
+/// Multiplies a warpgroup's part of dq by factors of the warp's. Both warpgroups have all queries, and each has half of
+/// the channels.
+#[cube]
+fn scale_part(
+    state: &GatedDqParts,
+    dq: &mut Accumulator,
+    factors: &SharedMemory<Pair>,
+    warp: usize,
+) {
+    let gated = state.gated;
+    let first = warp / GROUP_WARPS * dq.len();
+    let base = warp * comptime!(gated * 8) + UNIT_POS_PLANE as usize % 4;
+    let zero = usize::cast_from(0u32);
+    #[unroll]
+    for n in 0..dq.len() {
+        let column = first + n;
+        // The last channels may have no gate. Without a branch, which would keep the compiler from running products at
+        // the same time.
+        let has_gate = column < comptime!(gated * 2);
+        let mut factor = factors[base + select(has_gate, column, zero) * 4];
+        factor[0] = select(has_gate, factor[0], 1f32);
+        factor[1] = select(has_gate, factor[1], 1f32);
+        let fragment = dq.index_mut(n);
+        #[unroll]
+        for r in 0..2usize {
+            let mut pair = fragment[r];
+            pair[0] *= factor[0];
+            pair[1] *= factor[1];
+            fragment[r] = pair;
+        }
+    }
+}
+
 /// Multiplies fragments by 2^(E_from − E_to), staged in the warp's part of `factors`.
 #[cube]
 fn rescale(
@@ -171,6 +206,33 @@ fn rescale(
     let pairs = comptime!(gated * 8);
     stage_to_smem::<bf16, Const<2>>(factors, &powers::<bf16>(from, to, gated), warp, pairs);
     scale_a_frags(a_frags, factors, warp * pairs, gated);
+}
+
+/// Shared memory for E of each warp, which take fewer registers there.
+type KeptEnds = SharedMemory<Vector<i32, Const<2>>>;
+
+/// Shared memory for E, for each warp.
+#[cube]
+fn kept_ends(#[comptime] gated: usize, #[comptime] warps: usize) -> KeptEnds {
+    KeptEnds::new_aligned(comptime!(warps * gated * 8), 16usize)
+}
+
+/// Keeps E in the warp's part of `kept`.
+#[cube]
+fn keep(ends: &Ends, kept: &mut KeptEnds, warp: usize, #[comptime] gated: usize) {
+    stage_to_smem::<i32, Const<2>>(kept, ends, warp, comptime!(gated * 8));
+}
+
+/// What [`keep`] kept.
+#[cube]
+fn take(kept: &KeptEnds, warp: usize, #[comptime] gated: usize) -> Ends {
+    let pairs = comptime!(gated * 8);
+    let mut ends = no_ends(gated);
+    #[unroll]
+    for i in 0..comptime!(lanes(gated)) {
+        ends[i] = kept[warp * pairs + min(i * 32 + UNIT_POS_PLANE as usize, pairs - 1)];
+    }
+    ends
 }
 
 /// `to` = `from`.
@@ -235,14 +297,34 @@ pub struct GatedDq {
 pub struct GatedDkv {
     /// Where the gates begin.
     base: usize,
+    /// The first of the warpgroup's keys.
+    column: usize,
     /// The E that k is relative to, that of dk so far, and that of the next tile.
-    own: Ends,
-    here: Ends,
+    own: KeptEnds,
+    here: KeptEnds,
     next: Ends,
     /// Factors of k for a tile.
     factors: SharedMemory<Bf16Pair>,
     /// Factors that rescale dk so far to the tile's units.
     sum_factors: SharedMemory<Pair>,
+    #[cube(comptime)]
+    gated: usize,
+}
+
+/// State for a block of keys' parts of dq, relative to the ends of the queries' tiles.
+#[derive(CubeType)]
+pub struct GatedDqParts {
+    /// Where the gates begin.
+    base: usize,
+    /// The first key of the block's second tile.
+    second_tile: usize,
+    /// The E that the keys of the block's two tiles are relative to, and that of the queries' tile.
+    first: KeptEnds,
+    second: KeptEnds,
+    own: Ends,
+    /// Factors for the units of the second tile, and from there to those of the queries.
+    to_second: SharedMemory<Pair>,
+    to_own: SharedMemory<Pair>,
     #[cube(comptime)]
     gated: usize,
 }
@@ -268,12 +350,12 @@ impl Operands for GatedOperands {
     type Forward = GatedForward;
     type Dq = GatedDq;
     type Dkv = GatedDkv;
+    type DqParts = GatedDqParts;
     type Decode = GatedDecode;
 
     const Q_IN_REGISTERS: bool = true;
     const CHANGES_QUERIES: bool = false;
     const DK_IN_REVERSE: bool = true;
-    const DQ_BY_KEYS: bool = false;
     /// The gate's gradient is a sum of q ⊙ dq − k ⊙ dk, where pairs of later tokens cancel.
     const NEEDS_EQUAL_DS: bool = true;
     const SCALES_GRADIENTS: bool = false;
@@ -433,41 +515,47 @@ impl Operands for GatedOperands {
         _problem: &ProblemShape,
         batch_kv_head: usize,
         column: usize,
+        warp: usize,
         #[comptime] config: KernelConfig,
     ) -> GatedDkv {
         let dim = config.padded_head_dim;
         let gated = args.gated;
         let base = args.base(batch_kv_head, dim);
-        let mut own = no_ends(gated);
+        let mut ends = no_ends(gated);
         // Past the last key there is no tile.
-        args.read(base, min(column / TILE + 1, args.rows as usize - 1), &mut own, dim);
+        args.read(base, min(column / TILE + 1, args.rows as usize - 1), &mut ends, dim);
+        let mut own = kept_ends(gated, config.warps);
+        keep(&ends, &mut own, warp, gated);
         let factors = factors_of_operands(gated, config.warps);
         let sum_factors = factors_of_sums(gated, config.warps);
-        let (here, next) = (no_ends(gated), no_ends(gated));
-        GatedDkv { base, own, here, next, factors, sum_factors, gated }
+        let (here, next) = (kept_ends(gated, config.warps), no_ends(gated));
+        GatedDkv { base, column, own, here, next, factors, sum_factors, gated }
     }
 
     fn read_queries(
         state: &mut GatedDkv,
         args: &Gates,
         first_query: usize,
+        warp: usize,
         #[comptime] first: bool,
         #[comptime] config: KernelConfig,
     ) {
-        args.read(state.base, first_query / TILE, &mut state.next, config.padded_head_dim);
+        // Queries before all of the warpgroup's keys leave dk as it is.
+        let tile = max(first_query, state.column) / TILE;
+        args.read(state.base, tile, &mut state.next, config.padded_head_dim);
         if first {
-            copy(&state.next, &mut state.here, state.gated);
+            keep(&state.next, &mut state.here, warp, state.gated);
         }
     }
 
     fn begin_tile_of_dkv(state: &mut GatedDkv, warp: usize, #[comptime] _config: KernelConfig) {
         let gated = state.gated;
         let pairs = comptime!(gated * 8);
-        let factors = powers::<bf16>(&state.next, &state.own, gated);
-        let sum_factors = powers::<f32>(&state.here, &state.next, gated);
+        let factors = powers::<bf16>(&state.next, &take(&state.own, warp, gated), gated);
+        let sum_factors = powers::<f32>(&take(&state.here, warp, gated), &state.next, gated);
         stage_to_smem::<bf16, Const<2>>(&mut state.factors, &factors, warp, pairs);
         stage_to_smem::<f32, Const<2>>(&mut state.sum_factors, &sum_factors, warp, pairs);
-        copy(&state.next, &mut state.here, gated);
+        keep(&state.next, &mut state.here, warp, gated);
     }
 
     fn start_scores_of_dkv(
@@ -480,11 +568,25 @@ impl Operands for GatedOperands {
         #[comptime] config: KernelConfig,
     ) {
         let gated = state.gated;
-        let (rows, steps) = comptime!((config.rows(), config.padded_head_dim / 16));
+        let dim = config.padded_head_dim;
+        let rows = comptime!(config.rows());
+        // With 128 channels, one panel after the other: k takes fewer registers.
+        let parts = comptime!(if dim == 2 * PANEL_DIM { 2usize } else { 1usize });
+        let steps = comptime!(dim / 16 / parts);
         let def = MmaDefinition::<bf16, bf16, f32>::new(16usize, 8usize, 16usize);
-        let mut k = load_a_frags(&def, k_tile, warp * 16, steps, rows);
-        scale_a_frags(&mut k, &state.factors, warp * comptime!(gated * 8), gated);
-        start_abt(&k, q_tile, at, s, true, comptime!(config.tile / 8));
+        #[unroll]
+        for part in 0..parts {
+            let row = warp * 16 + comptime!(part * rows);
+            let mut k = load_a_frags(&def, k_tile, row, steps, rows);
+            let scaled = comptime!(gated.saturating_sub(part * steps).min(steps));
+            let factors = warp * comptime!(gated * 8) + comptime!(part * steps * 8);
+            scale_a_frags(&mut k, &state.factors, factors, scaled);
+            let at = at + comptime!(part * config.tile * PANEL);
+            start_abt(&k, q_tile, at, s, comptime!(part == 0), comptime!(config.tile / 8));
+            if comptime!(parts > 1) {
+                wait(s, 0usize);
+            }
+        }
     }
 
     fn rescale_dk(
@@ -495,6 +597,89 @@ impl Operands for GatedOperands {
     ) {
         let gated = state.gated;
         scale_columns(dk, &state.sum_factors, warp * comptime!(gated * 8), gated);
+    }
+
+    fn dq_parts(
+        args: &Gates,
+        batch_kv_head: usize,
+        first_column: usize,
+        warp: usize,
+        #[comptime] config: KernelConfig,
+    ) -> GatedDqParts {
+        let dim = config.padded_head_dim;
+        let gated = args.gated;
+        let base = args.base(batch_kv_head, dim);
+        let tile = first_column / TILE;
+        let mut first = kept_ends(gated, config.warps);
+        let mut second = kept_ends(gated, config.warps);
+        let mut ends = no_ends(gated);
+        args.read(base, tile + 1, &mut ends, dim);
+        keep(&ends, &mut first, warp, gated);
+        // Past the last key there is no tile.
+        args.read(base, min(tile + 2, args.rows as usize - 1), &mut ends, dim);
+        keep(&ends, &mut second, warp, gated);
+        let to_second = factors_of_sums(gated, config.warps);
+        let to_own = factors_of_sums(gated, config.warps);
+        let (second_tile, own) = (first_column + TILE, no_ends(gated));
+        GatedDqParts { base, second_tile, first, second, own, to_second, to_own, gated }
+    }
+
+    fn read_queries_of_dq(
+        state: &mut GatedDqParts,
+        args: &Gates,
+        first_query: usize,
+        #[comptime] config: KernelConfig,
+    ) {
+        args.read(state.base, first_query / TILE + 1, &mut state.own, config.padded_head_dim);
+    }
+
+    fn begin_dq_part(
+        state: &mut GatedDqParts,
+        first_query: usize,
+        warp: usize,
+        #[comptime] _config: KernelConfig,
+    ) {
+        let gated = state.gated;
+        let pairs = comptime!(gated * 8);
+        // Queries before the second tile attend to none of its keys: dq stays in the units of the first, for
+        // factors of at most 1.
+        let first = take(&state.first, warp, gated);
+        let mut units = take(&state.second, warp, gated);
+        if first_query < state.second_tile {
+            copy(&first, &mut units, gated);
+        }
+        let to_second = powers::<f32>(&units, &first, gated);
+        let to_own = powers::<f32>(&state.own, &units, gated);
+        stage_to_smem::<f32, Const<2>>(&mut state.to_second, &to_second, warp, pairs);
+        stage_to_smem::<f32, Const<2>>(&mut state.to_own, &to_own, warp, pairs);
+    }
+
+    fn start_dq_part(
+        state: &GatedDqParts,
+        dq: &mut Accumulator,
+        ds_tiles: &SharedMemory<Chunk>,
+        ds_at: usize,
+        k_tile: &SharedMemory<Chunk>,
+        k_at: usize,
+        warp: usize,
+        #[comptime] config: KernelConfig,
+    ) {
+        comptime!(assert!(config.rows() == 2 * TILE && config.tile == TILE, "{config:?}"));
+        start_panels_atb(ds_tiles, ds_at, k_tile, k_at, dq, true, TILE);
+        wait(dq, 0usize);
+        scale_part(state, dq, &state.to_second, warp);
+        let rows = comptime!(TILE * PANEL);
+        start_panels_atb(ds_tiles, ds_at + rows, k_tile, k_at + rows, dq, false, TILE);
+    }
+
+    fn finish_dq_part(
+        state: &GatedDqParts,
+        dq: &mut Accumulator,
+        warp: usize,
+        #[comptime] _config: KernelConfig,
+    ) {
+        wait(dq, 1usize);
+        scale_part(state, dq, &state.to_own, warp);
     }
 
     fn decode(
