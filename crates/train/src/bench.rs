@@ -94,8 +94,9 @@ pub fn run<B: OpBackend>(
     for step in 0..steps {
         let started = Instant::now();
         let past = carried.as_ref();
-        let pass = forward_backward(&model, &batch, past, None, weights, plan, &never, device)
-            .expect("nobody asks to stop");
+        let pass =
+            forward_backward(&model, &batch, past, None, weights, plan, &never, None, device)
+                .expect("nobody asks to stop");
         carried.clone_from(&pass.carried);
         let BatchScalars { loss, grad_norm, .. } = pass.scalars();
         let lr = schedule.lr(step.min(timeline.total_steps() - 1));

@@ -1,6 +1,6 @@
 //! Gradient accumulation: forward and backward over a batch, one micro-batch after another.
 
-mod recompute;
+mod blocks;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -12,10 +12,10 @@ use longwall_data::Batch;
 use longwall_kernels::attention::DocumentStarts;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::ops::all_to_all::Peers;
-use longwall_kernels::ops::cross_entropy::Loss;
 use longwall_model::LanguageModel;
 use longwall_model::layers::{SharedRows, Span, own_part};
 
+use self::blocks::block_by_block;
 use crate::carried::Carried;
 use crate::distributed::{Collective, CollectiveError, sum_over_ranks};
 use crate::gradients::Gradients;
@@ -156,6 +156,9 @@ pub struct AccumulationPlan {
     pub measure_noise: bool,
 }
 
+/// Gets gradients that no later operation of a pass changes: those of the parameters in the range.
+pub type FinishedGradients<'a, B> = &'a mut dyn FnMut(&mut Gradients<B>, Range<usize>);
+
 /// Runs `model` forward and backward over `batch`, a micro-batch at a time.
 ///
 /// Every position is weighted by its loss weight over `weight_sum`, the sum over the whole batch, so
@@ -163,6 +166,9 @@ pub struct AccumulationPlan {
 ///
 /// Rows of streams go on from `carried`, and hand over what is in the result; other rows need none. If `peers` share
 /// the rows, this rank computes its part of their tokens, and the ranks' losses and gradients sum to those of the rows.
+///
+/// `finished` gets the gradients of each block when they are those of the whole batch, while the rest of the last backward
+/// pass is still to come; what it takes out is missing in the result. It gets none when the plan measures noise.
 ///
 /// Returns `None` if `stop` is raised before the last micro-batch: what is computed by then is discarded.
 ///
@@ -176,6 +182,7 @@ pub fn forward_backward<B: OpBackend>(
     weight_sum: f64,
     plan: AccumulationPlan,
     stop: &StopFlag,
+    mut finished: Option<FinishedGradients<'_, B>>,
     device: &B::Device,
 ) -> Option<BatchGradients<B>> {
     let streams = batch.goes_on.as_ref();
@@ -194,8 +201,11 @@ pub fn forward_backward<B: OpBackend>(
         let weights = weights::<Autodiff<B>>(batch, rows.clone(), weight_sum, device);
         let mut past = streams.map(|(goes_on, carried)| carried.of_rows(rows.clone(), goes_on));
         let tokens = Tokens::new(MicroBatch::new(batch, rows, device), weights, peers);
-        let run = if plan.recompute { recompute::block_by_block } else { one_graph };
-        let loss = run(model, tokens, past.as_deref_mut(), plan.z_loss, &mut gradients);
+        // A measured gradient is read after the pass.
+        let is_last = first + plan.micro_batch >= batch.rows && !plan.measure_noise;
+        let finished = if is_last { finished.take() } else { None };
+        let past_of_rows = past.as_deref_mut();
+        let loss = block_by_block(model, tokens, past_of_rows, plan, &mut gradients, finished);
         handed_over.extend(past);
         if let Some(before) = before {
             micro_batches.push((weight, gradients.square_sums_since(before)));
@@ -236,27 +246,6 @@ impl<B: OpBackend> Tokens<B> {
             span: Span::Part(SharedRows::new(Arc::clone(peers), document_starts)),
         }
     }
-}
-
-/// Runs one micro-batch in one graph: returns its loss and adds its gradients to `gradients`. Rows of streams go on from
-/// `carried`, which becomes what they hand over.
-fn one_graph<B: OpBackend>(
-    model: &LanguageModel<Autodiff<B>>,
-    tokens: Tokens<Autodiff<B>>,
-    carried: Option<&mut [Tensor<Autodiff<B>, 2>]>,
-    z_loss: f32,
-    gradients: &mut Gradients<B>,
-) -> Loss<Autodiff<B>> {
-    let Tokens { inputs, targets, weights, span } = tokens;
-    let loss = match carried {
-        Some(carried) => {
-            let documents = span.documents().clone();
-            model.loss_from(inputs, targets, weights, documents, z_loss, carried)
-        }
-        None => model.loss_of_span(inputs, targets, weights, &span, z_loss),
-    };
-    gradients.add_backward(model, loss.total.clone());
-    loss
 }
 
 /// The loss weights of `rows` divided by `weight_sum`, `[rows, seq_len]`.
@@ -315,6 +304,7 @@ mod tests {
             weight_sum(&batch),
             plan,
             stop,
+            None,
             &device,
         )
     }
@@ -351,7 +341,8 @@ mod tests {
             whole.document_starts = whole.document_starts.filter(|_| document_mask);
             let sum = weight_sum(&whole);
             let run = |batch: &Batch, carried: Option<&Carried<TestBackend>>, plan| {
-                forward_backward(&model, batch, carried, None, sum, plan, &never, &device).unwrap()
+                forward_backward(&model, batch, carried, None, sum, plan, &never, None, &device)
+                    .unwrap()
             };
             let want = run(&whole, None, PLAN).scalars().loss;
             let halves = whole.clone().cut(8);
@@ -454,6 +445,7 @@ mod tests {
                     sum,
                     plan,
                     &StopFlag::new(),
+                    None,
                     &device,
                 );
                 let expected = f64::from(pass.unwrap().scalars().grad_norm).powi(2);

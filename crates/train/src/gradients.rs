@@ -1,5 +1,7 @@
 //! Gradients of all parameters: collected after each backward pass, summed, and their norm.
 
+use std::ops::Range;
+
 use burn::backend::Autodiff;
 use burn::backend::autodiff::NodeId;
 use burn::module::{Module, ModuleVisitor, Param};
@@ -52,12 +54,26 @@ impl<B: OpBackend> Gradients<B> {
         model: &M,
         root: Tensor<Autodiff<B>, 1>,
     ) -> Graph<B> {
-        let leaves = leaves(model);
-        assert_eq!(self.tensors.len(), leaves.len(), "gradients of two different models");
-        let sums = leaves.into_iter().zip(&mut self.tensors);
+        self.add_backward_of(0..self.tensors.len(), model, root)
+    }
+
+    /// As [`Gradients::add_backward`], for a part of the model: `parameters` are those of `part`, see
+    /// [`parameters_within`], and `root` depends on no others.
+    ///
+    /// # Panics
+    /// As [`Gradients::add_backward`].
+    pub(crate) fn add_backward_of<M: Module<Autodiff<B>>>(
+        &mut self,
+        parameters: Range<usize>,
+        part: &M,
+        root: Tensor<Autodiff<B>, 1>,
+    ) -> Graph<B> {
+        let (leaves, own) = (leaves(part), &mut self.tensors[parameters]);
+        assert_eq!(own.len(), leaves.len(), "gradients of two different models");
+        let sums = leaves.into_iter().zip(own.iter_mut());
         let sums = sums.filter_map(|(leaf, sum)| Some((leaf, sum.take()?))).collect();
         let mut graph = with_accumulated_grads::<B>(root, sums).backward();
-        model.visit(&mut Collect { graph: &mut graph, sums: self.tensors.iter_mut() });
+        part.visit(&mut Collect { graph: &mut graph, sums: own.iter_mut() });
         graph
     }
 
@@ -112,6 +128,27 @@ fn leaves<B: OpBackend, M: Module<Autodiff<B>>>(model: &M) -> Vec<NodeId> {
     leaves.ids
 }
 
+/// How many parameters `part` has.
+pub(crate) fn parameter_count<B: OpBackend, M: Module<Autodiff<B>>>(part: &M) -> usize {
+    leaves(part).len()
+}
+
+/// Where the parameters of `part` are among those of `model`, which it is a part of.
+///
+/// # Panics
+/// When they are not there.
+pub(crate) fn parameters_within<B, M, P>(model: &M, part: &P) -> Range<usize>
+where
+    B: OpBackend,
+    M: Module<Autodiff<B>>,
+    P: Module<Autodiff<B>>,
+{
+    let (all, own) = (leaves(model), leaves(part));
+    let first = all.iter().position(|leaf| Some(leaf) == own.first()).unwrap_or(0);
+    assert_eq!(all[first..first + own.len()], own, "a part of the model");
+    first..first + own.len()
+}
+
 struct Leaves {
     ids: Vec<NodeId>,
 }
@@ -150,8 +187,6 @@ pub fn clip_factor(clip: Option<f64>, grad_norm: f32) -> f32 {
 
 #[cfg(test)]
 mod tests {
-    use std::ops::Range;
-
     use burn::tensor::TensorMetadata;
     use burn::tensor::ops::FloatTensorOps;
 

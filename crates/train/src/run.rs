@@ -23,7 +23,9 @@ use crate::console::{Console, Ending};
 use crate::distributed::{Alone, Collective, any_of_ranks};
 use crate::error::{TrainError, last_checkpoint};
 use crate::evaluation::Evaluator;
-use crate::grad_accumulation::{AccumulationPlan, BatchScalars, forward_backward, weight_sum};
+use crate::grad_accumulation::{
+    AccumulationPlan, BatchScalars, FinishedGradients, forward_backward, weight_sum,
+};
 use crate::gradients::clip_factor;
 use crate::metrics::{self, ValidationRecord};
 use crate::signals::StopFlag;
@@ -185,16 +187,21 @@ fn steps<B: OpBackend>(
         let plan = AccumulationPlan { micro_batch, recompute, z_loss, measure_noise };
         let (within, device) = (&within_step, &run.device);
         let (carried, peers) = (run.carried.as_ref(), run.peers.as_ref());
-        let pass =
-            forward_backward(&run.model, &batch, carried, peers, weights, plan, within, device);
+        // Gradients go to the ranks that own their parameters, those of the last blocks first.
+        let mut reduction = run.optimiser.reduction(collective);
+        let mut send = |gradients: &mut _, parameters| reduction.send(gradients, parameters);
+        let send: Option<FinishedGradients<'_, B>> = Some(&mut send);
+        let pass = forward_backward(
+            &run.model, &batch, carried, peers, weights, plan, within, send, device,
+        );
         collective.check_peers()?;
         let Some(mut pass) = pass else {
             // Asked to stop: a resume repeats this step from its beginning.
             break;
         };
 
-        // Gradients go to the ranks that own their parameters; loss and norm are those of the whole batch.
-        pass.gradients = run.optimiser.reduce(pass.gradients, collective)?;
+        // Loss and norm are those of the whole batch.
+        pass.gradients = reduction.finish(pass.gradients)?;
         let (scalars, any_asked) = pass.scalars_of_ranks(asked(), collective)?;
         let BatchScalars { loss, grad_norm, .. } = scalars;
 

@@ -1,6 +1,8 @@
 //! What the ranks of a run share: gradients before an update, parameters after it, and all of the state for a
 //! checkpoint.
 
+use std::ops::Range;
+
 use burn::backend::Autodiff;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::ops::FloatTensor;
@@ -23,30 +25,55 @@ pub(crate) struct Saved {
     pub ema: Option<NamedTensors>,
 }
 
-impl<B: OpBackend> Optimiser<B> {
-    /// The sums of the ranks' gradients, of the parameters that this rank owns; `None` for the others.
+/// Gradients on their way to the ranks that own their parameters, while the backward pass of other parameters still runs.
+pub(crate) struct Reduction<'a, B: OpBackend> {
+    collective: &'a dyn Collective<B>,
+    is_alone: bool,
+    /// Of each parameter.
+    owners: Vec<usize>,
+    /// Of each parameter, once its gradient is sent: the sum, where this rank owns it.
+    sums: Vec<Option<FloatTensor<B>>>,
+    failed: Option<CollectiveError>,
+}
+
+impl<B: OpBackend> Reduction<'_, B> {
+    /// Takes the gradients of the parameters in the range and sends them: all ranks send the same ones in the same order.
+    pub fn send(&mut self, gradients: &mut Gradients<B>, parameters: Range<usize>) {
+        if self.is_alone || self.failed.is_some() {
+            return;
+        }
+        // The loss of every rank depends on the same parameters.
+        let taken = parameters.filter_map(|at| Some((at, gradients.tensors[at].take()?)));
+        let (places, tensors): (Vec<usize>, Vec<_>) =
+            taken.map(|(at, gradient)| (at, (gradient, self.owners[at]))).unzip();
+        match self.collective.reduce(tensors) {
+            Ok(sums) => places.into_iter().zip(sums).for_each(|(at, sum)| self.sums[at] = sum),
+            Err(error) => self.failed = Some(error),
+        }
+    }
+
+    /// Sends the gradients that are left. Returns the sums over the ranks, of the parameters that this rank owns; `None`
+    /// for the others.
     ///
     /// # Errors
     /// When a rank is lost.
-    ///
-    /// # Panics
-    /// When the gradients are of another model.
-    pub(crate) fn reduce(
-        &self,
-        gradients: Gradients<B>,
-        collective: &dyn Collective<B>,
-    ) -> Result<Gradients<B>, CollectiveError> {
-        assert_eq!(gradients.tensors.len(), self.slots.len(), "as many gradients as parameters");
-        if self.world.is_alone() {
+    pub fn finish(mut self, mut gradients: Gradients<B>) -> Result<Gradients<B>, CollectiveError> {
+        if self.is_alone {
             return Ok(gradients);
         }
-        // The loss of every rank depends on the same parameters.
-        let present: Vec<bool> = gradients.tensors.iter().map(Option::is_some).collect();
-        let slots = self.slots.iter().zip(gradients.tensors);
-        let owned = slots.filter_map(|(slot, gradient)| Some((gradient?, slot.owner))).collect();
-        let mut sums = collective.reduce(owned)?.into_iter();
-        let sum = |present| if present { sums.next().flatten() } else { None };
-        Ok(Gradients { tensors: present.into_iter().map(sum).collect() })
+        self.send(&mut gradients, 0..self.owners.len());
+        self.collective.finish_reduce();
+        self.failed.map_or(Ok(Gradients { tensors: self.sums }), Err)
+    }
+}
+
+impl<B: OpBackend> Optimiser<B> {
+    /// The way of one step's gradients to their owners.
+    pub(crate) fn reduction<'a>(&self, collective: &'a dyn Collective<B>) -> Reduction<'a, B> {
+        let owners: Vec<usize> = self.slots.iter().map(|slot| slot.owner).collect();
+        let sums = owners.iter().map(|_| None).collect();
+        let is_alone = self.world.is_alone();
+        Reduction { collective, is_alone, owners, sums, failed: None }
     }
 
     /// `model` with the values that the owners of its parameters have.

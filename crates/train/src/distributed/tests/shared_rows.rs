@@ -42,8 +42,9 @@ fn pass(
     let (weights, stop, device) = (weight_sum(batch), StopFlag::new(), Default::default());
     let plan = AccumulationPlan { micro_batch: 1, recompute, z_loss: 0.1, measure_noise: false };
     let model = model_of(config);
-    let pass =
-        forward_backward::<TestBackend>(&model, batch, None, peers, weights, plan, &stop, &device);
+    let pass = forward_backward::<TestBackend>(
+        &model, batch, None, peers, weights, plan, &stop, None, &device,
+    );
     let pass = pass.expect("no stop was asked for");
     let gradients = pass.gradients.tensors.iter();
     let gradients = gradients.map(|x| x.clone().map(loopback::elements::<TestBackend>));

@@ -178,10 +178,10 @@ fn scale_part(
         let column = first + n;
         // The last channels may have no gate. Without a branch, which would keep the compiler from running products at
         // the same time.
-        let has_gate = column < comptime!(gated * 2);
-        let mut factor = factors[base + select(has_gate, column, zero) * 4];
-        factor[0] = select(has_gate, factor[0], 1f32);
-        factor[1] = select(has_gate, factor[1], 1f32);
+        let scales = state.after_first & (column < comptime!(gated * 2));
+        let mut factor = factors[base + select(scales, column, zero) * 4];
+        factor[0] = select(scales, factor[0], 1f32);
+        factor[1] = select(scales, factor[1], 1f32);
         let fragment = dq.index_mut(n);
         #[unroll]
         for r in 0..2usize {
@@ -318,11 +318,12 @@ pub struct GatedDqParts {
     base: usize,
     /// The first key of the block's second tile.
     second_tile: usize,
-    /// The E that the keys of the block's two tiles are relative to, and that of the queries' tile.
-    first: KeptEnds,
+    /// Whether the queries are not those of the first tile, whose parts of dq are in the tile's own units.
+    after_first: bool,
+    /// The E that the keys of the second tile are relative to, and that of the queries' tile.
     second: KeptEnds,
     own: Ends,
-    /// Factors for the units of the second tile, and from there to those of the queries.
+    /// Factors from the first tile's units to the second's, and from there to those of the queries.
     to_second: SharedMemory<Pair>,
     to_own: SharedMemory<Pair>,
     #[cube(comptime)]
@@ -610,18 +611,19 @@ impl Operands for GatedOperands {
         let gated = args.gated;
         let base = args.base(batch_kv_head, dim);
         let tile = first_column / TILE;
-        let mut first = kept_ends(gated, config.warps);
-        let mut second = kept_ends(gated, config.warps);
+        let mut first = no_ends(gated);
         let mut ends = no_ends(gated);
-        args.read(base, tile + 1, &mut ends, dim);
-        keep(&ends, &mut first, warp, gated);
+        args.read(base, tile + 1, &mut first, dim);
         // Past the last key there is no tile.
         args.read(base, min(tile + 2, args.rows as usize - 1), &mut ends, dim);
+        let mut second = kept_ends(gated, config.warps);
         keep(&ends, &mut second, warp, gated);
-        let to_second = factors_of_sums(gated, config.warps);
-        let to_own = factors_of_sums(gated, config.warps);
-        let (second_tile, own) = (first_column + TILE, no_ends(gated));
-        GatedDqParts { base, second_tile, first, second, own, to_second, to_own, gated }
+        let mut to_second = factors_of_sums(gated, config.warps);
+        let factors = powers::<f32>(&ends, &first, gated);
+        stage_to_smem::<f32, Const<2>>(&mut to_second, &factors, warp, comptime!(gated * 8));
+        let (to_own, own) = (factors_of_sums(gated, config.warps), no_ends(gated));
+        let (second_tile, after_first) = (first_column + TILE, false.runtime());
+        GatedDqParts { base, second_tile, after_first, second, own, to_second, to_own, gated }
     }
 
     fn read_queries_of_dq(
@@ -640,18 +642,10 @@ impl Operands for GatedOperands {
         #[comptime] _config: KernelConfig,
     ) {
         let gated = state.gated;
-        let pairs = comptime!(gated * 8);
-        // Queries before the second tile attend to none of its keys: dq stays in the units of the first, for
-        // factors of at most 1.
-        let first = take(&state.first, warp, gated);
-        let mut units = take(&state.second, warp, gated);
-        if first_query < state.second_tile {
-            copy(&first, &mut units, gated);
-        }
-        let to_second = powers::<f32>(&units, &first, gated);
-        let to_own = powers::<f32>(&state.own, &units, gated);
-        stage_to_smem::<f32, Const<2>>(&mut state.to_second, &to_second, warp, pairs);
-        stage_to_smem::<f32, Const<2>>(&mut state.to_own, &to_own, warp, pairs);
+        // Queries of the first tile attend to no key of the second.
+        state.after_first = first_query >= state.second_tile;
+        let to_own = powers::<f32>(&state.own, &take(&state.second, warp, gated), gated);
+        stage_to_smem::<f32, Const<2>>(&mut state.to_own, &to_own, warp, comptime!(gated * 8));
     }
 
     fn start_dq_part(

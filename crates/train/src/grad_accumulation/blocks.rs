@@ -1,101 +1,156 @@
-//! Activation checkpointing: keeps only each block's input, and recomputes the block in the backward
-//! pass.
+//! The forward and backward pass of one micro-batch, block by block.
+//!
+//! The embedding, each block, and the layers after the blocks each have their own graph; the gradient of a part's output
+//! comes from the part after it. So the gradients of a block are complete before the backward pass of the block before
+//! it begins. With activation checkpointing, the forward pass keeps only each block's input, and the backward pass
+//! recomputes the block.
 
 use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
-use burn::tensor::Tensor;
+use burn::tensor::{Int, Tensor};
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::ops::cross_entropy::Loss;
 use longwall_kernels::ops::vjp_root::vjp_root;
 use longwall_model::LanguageModel;
 use longwall_model::layers::{Block, Span};
 
-use super::Tokens;
-use crate::gradients::{Gradients, Graph};
+use super::{AccumulationPlan, FinishedGradients, Tokens};
+use crate::gradients::{Gradients, Graph, parameter_count, parameters_within};
 
 /// Runs one micro-batch: returns its loss and adds its gradients to `gradients`. Rows of streams go on from `carried`,
-/// which becomes what they hand over.
+/// which becomes what they hand over. The gradients of each block go to `finished`, if it is given, once they are
+/// complete.
 ///
-/// The embedding, each block, and the layers after the blocks each have their own graph; the gradient
-/// of a part's output comes from the part after it. Losses and gradients equal those of one graph, bit
-/// for bit if kernels are deterministic.
+/// Losses and gradients do not depend on whether blocks are recomputed, bit for bit if kernels are deterministic.
 pub(super) fn block_by_block<B: OpBackend>(
     model: &LanguageModel<Autodiff<B>>,
     tokens: Tokens<Autodiff<B>>,
     carried: Option<&mut [Tensor<Autodiff<B>, 2>]>,
-    z_loss: f32,
+    plan: AccumulationPlan,
     gradients: &mut Gradients<B>,
+    mut finished: Option<FinishedGradients<'_, B>>,
 ) -> Loss<Autodiff<B>> {
-    let Tokens { inputs: tokens, targets, weights, span } = tokens;
+    let Tokens { inputs, targets, weights, span } = tokens;
     let past = carried.as_deref().map(<[_]>::to_vec);
-    let BlockInputs { mut blocks, output, first_values } =
-        block_inputs(model, &tokens, &span, carried);
+    let ForwardPass { mut blocks, output, first_values } =
+        forward_pass(model, &inputs, &span, carried, plan.recompute);
 
     // The layers after the blocks.
-    let x = Tensor::from_inner(output).require_grad();
-    let loss = model.loss_after_blocks(x.clone(), targets, weights, z_loss);
-    let mut ends = Gradients::none(model);
-    let mut graph = ends.add_backward(model, loss.total.clone());
+    let x = leaf(output);
+    let loss = model.loss_after_blocks(x.clone(), targets, weights, plan.z_loss);
+    let mut graph = gradients.add_backward(model, loss.total.clone());
     let mut dy = leaf_grad(&x, &mut graph);
 
     // The blocks, from the last to the first.
     let mut d_first_values = Vec::new();
+    let mut end = parameters_within(model, &model.blocks).end;
     for (at, block) in model.blocks.iter().enumerate().rev() {
-        let x = blocks.pop().expect("as many inputs as blocks");
-        let x = Tensor::from_inner(x).require_grad();
-        // The first block computes the first values, the others read them.
-        let values_leaf = (at > 0).then(|| first_values.clone()).flatten();
-        let values_leaf = values_leaf.map(|values| Tensor::from_inner(values).require_grad());
-        let mut values = values_leaf.clone();
-        let mut past = past.as_ref().map(|past| past[at].clone());
-        let y = forward(block, x.clone(), &span, past.as_mut(), &mut values);
+        let graph = match blocks.pop().expect("as many as blocks") {
+            Kept::Graph(graph) => graph,
+            Kept::Input(x) => {
+                let mut past = past.as_ref().map(|past| past[at].clone());
+                BlockGraph::new(block, x, &span, past.as_mut(), first_values.as_ref())
+            }
+        };
+        let BlockGraph { x, y, values_before, values } = graph;
         let mut root = vjp(y, dy);
-        if let (0, Some(values)) = (at, values) {
+        if let (None, Some(values)) = (&values_before, values) {
             let learned = model.blocks.iter().any(|block| block.attention.value_mix.is_some());
             root = with_first_values(root, values, std::mem::take(&mut d_first_values), learned);
         }
-        let mut graph = gradients.add_backward(model, root);
+        let own = end - parameter_count(block)..end;
+        end = own.start;
+        let mut graph = gradients.add_backward_of(own.clone(), block, root);
         dy = leaf_grad(&x, &mut graph);
-        let d_values = values_leaf.and_then(|values| values.grad_remove(&mut graph));
+        let d_values = values_before.and_then(|values| values.grad_remove(&mut graph));
         d_first_values.extend(d_values);
+        if let Some(finished) = &mut finished {
+            finished(gradients, own);
+        }
     }
 
     // The embedding, which may share its weight with the output layer.
-    ends.add_backward(model, vjp(model.embedded(tokens, &span), dy));
-    gradients.add(ends);
+    gradients.add_backward(model, vjp(model.embedded(inputs, &span), dy));
     loss
 }
 
-/// The activations that the forward pass keeps.
-struct BlockInputs<B: OpBackend> {
-    /// Each block's input.
-    blocks: Vec<Tensor<B, 3>>,
+/// What the forward pass keeps.
+struct ForwardPass<B: OpBackend> {
+    /// Of each block.
+    blocks: Vec<Kept<B>>,
     /// The last block's output.
     output: Tensor<B, 3>,
     /// The first block's values, for the value residual.
     first_values: Option<Tensor<B, 3>>,
 }
 
-/// The forward pass without a graph, up to the last block's output; `carried` as in [`block_by_block`].
-fn block_inputs<B: OpBackend>(
+/// What the forward pass keeps of a block.
+enum Kept<B: OpBackend> {
+    /// Its input, from which the backward pass recomputes it.
+    Input(Tensor<B, 3>),
+    /// All that the backward pass reads.
+    Graph(BlockGraph<B>),
+}
+
+/// A block's own graph.
+struct BlockGraph<B: OpBackend> {
+    /// Its input, a leaf.
+    x: Tensor<Autodiff<B>, 3>,
+    /// Its output.
+    y: Tensor<Autodiff<B>, 3>,
+    /// The first block's values, a leaf, if it reads them.
+    values_before: Option<Tensor<Autodiff<B>, 3>>,
+    /// These after it: the first block computes them.
+    values: Option<Tensor<Autodiff<B>, 3>>,
+}
+
+impl<B: OpBackend> BlockGraph<B> {
+    /// Runs `block`; if there is a past, rows go on from it.
+    fn new(
+        block: &Block<Autodiff<B>>,
+        x: Tensor<B, 3>,
+        span: &Span<Autodiff<B>>,
+        past: Option<&mut Tensor<Autodiff<B>, 2>>,
+        first_values: Option<&Tensor<B, 3>>,
+    ) -> Self {
+        let x = leaf(x);
+        let values_before = first_values.cloned().map(leaf);
+        let mut values = values_before.clone();
+        let y = forward(block, x.clone(), span, past, &mut values);
+        BlockGraph { x, y, values_before, values }
+    }
+}
+
+/// The forward pass up to the last block's output; `carried` as in [`block_by_block`].
+fn forward_pass<B: OpBackend>(
     model: &LanguageModel<Autodiff<B>>,
-    tokens: &Tensor<Autodiff<B>, 2, burn::tensor::Int>,
+    tokens: &Tensor<Autodiff<B>, 2, Int>,
     span: &Span<Autodiff<B>>,
     mut carried: Option<&mut [Tensor<Autodiff<B>, 2>]>,
-) -> BlockInputs<B> {
-    let model = model.valid();
-    let span = span.inner();
-    let mut x = model.embedded(tokens.clone().inner(), &span);
+    recompute: bool,
+) -> ForwardPass<B> {
+    let plain_span = span.inner();
+    let mut x = model.valid().embedded(tokens.clone().inner(), &plain_span);
     let (mut blocks, mut first_values) = (Vec::new(), None);
     for (at, block) in model.blocks.iter().enumerate() {
-        blocks.push(x.clone());
-        let mut past = carried.as_deref().map(|carried| carried[at].clone().inner());
-        x = forward(block, x, &span, past.as_mut(), &mut first_values);
+        let past = carried.as_deref().map(|carried| carried[at].clone());
+        let (kept, past) = if recompute {
+            let (kept, mut past) = (Kept::Input(x.clone()), past.map(Tensor::inner));
+            x = forward(&block.valid(), x, &plain_span, past.as_mut(), &mut first_values);
+            (kept, past)
+        } else {
+            let mut past = past;
+            let graph = BlockGraph::new(block, x, span, past.as_mut(), first_values.as_ref());
+            x = graph.y.clone().inner();
+            first_values = graph.values.clone().map(Tensor::inner);
+            (Kept::Graph(graph), past.map(Tensor::inner))
+        };
+        blocks.push(kept);
         if let (Some(carried), Some(past)) = (carried.as_deref_mut(), past) {
             carried[at] = Tensor::from_inner(past);
         }
     }
-    BlockInputs { blocks, output: x, first_values }
+    ForwardPass { blocks, output: x, first_values }
 }
 
 /// A block's output; if there is a past, that of rows that go on from it.
@@ -110,6 +165,11 @@ fn forward<B: OpBackend>(
         Some(past) => block.forward_from(x, span.documents().clone(), past, first_values),
         None => block.forward(x, span, first_values),
     }
+}
+
+/// A leaf of a graph with the value `x`.
+fn leaf<B: OpBackend>(x: Tensor<B, 3>) -> Tensor<Autodiff<B>, 3> {
+    Tensor::from_inner(x).require_grad()
 }
 
 /// The gradient of the leaf `x`.
@@ -163,7 +223,7 @@ mod tests {
         let device = Default::default();
         let (weights, never) = (weight_sum(&batch), StopFlag::new());
         let pass = forward_backward::<TestBackend>(
-            model, &batch, None, None, weights, plan, &never, &device,
+            model, &batch, None, None, weights, plan, &never, None, &device,
         )
         .unwrap();
         let bits = |x: &burn::tensor::ops::FloatTensor<TestBackend>| {
@@ -176,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn losses_and_gradients_equal_those_of_one_graph_to_the_bit() {
+    fn losses_and_gradients_do_not_depend_on_recomputation() {
         for config in models_of_all_layers() {
             let model = model_of(&config);
             let ((loss, whole), (recomputed, parts)) = (pass(&model, false), pass(&model, true));
