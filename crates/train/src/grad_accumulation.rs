@@ -200,10 +200,10 @@ pub fn forward_backward<B: OpBackend>(
         let weight = weight_of(batch, rows.clone());
         let weights = weights::<Autodiff<B>>(batch, rows.clone(), weight_sum, device);
         let mut past = streams.map(|(goes_on, carried)| carried.of_rows(rows.clone(), goes_on));
+        // A gradient that is measured is read after the pass.
+        let is_last = rows.end == batch.rows;
+        let finished = finished.take_if(|_| is_last && !plan.measure_noise);
         let tokens = Tokens::new(MicroBatch::new(batch, rows, device), weights, peers);
-        // A measured gradient is read after the pass.
-        let is_last = first + plan.micro_batch >= batch.rows && !plan.measure_noise;
-        let finished = if is_last { finished.take() } else { None };
         let past_of_rows = past.as_deref_mut();
         let loss = block_by_block(model, tokens, past_of_rows, plan, &mut gradients, finished);
         handed_over.extend(past);

@@ -208,44 +208,115 @@ fn with_first_values<B: OpBackend>(
 
 #[cfg(test)]
 mod tests {
-    use crate::grad_accumulation::tests::{PLAN, batch};
-    use crate::grad_accumulation::{AccumulationPlan, forward_backward, weight_sum};
-    use crate::signals::StopFlag;
-    use crate::testing::{TestBackend, TestModel, model_of, models_of_all_layers};
+    use std::ops::Range;
+
     use burn::tensor::TensorMetadata;
-    use burn::tensor::ops::FloatTensorOps;
+    use burn::tensor::ops::{FloatTensor, FloatTensorOps};
     use longwall_kernels::backend::tensor;
 
-    /// The bits of the loss's terms and of every gradient, in order.
-    fn pass(model: &TestModel, recompute: bool) -> (Vec<u32>, Vec<Option<Vec<u32>>>) {
-        let batch = batch();
-        let plan = AccumulationPlan { recompute, z_loss: 0.1, ..PLAN };
-        let device = Default::default();
-        let (weights, never) = (weight_sum(&batch), StopFlag::new());
-        let pass = forward_backward::<TestBackend>(
-            model, &batch, None, None, weights, plan, &never, None, &device,
-        )
-        .unwrap();
-        let bits = |x: &burn::tensor::ops::FloatTensor<TestBackend>| {
+    use super::*;
+    use crate::grad_accumulation::tests::{PLAN, batch};
+    use crate::grad_accumulation::{MicroBatch, forward_backward, weight_sum, weights};
+    use crate::signals::StopFlag;
+    use crate::testing::{TestBackend, TestModel, model_of, models_of_all_layers, tiny_model};
+
+    /// The bits of every gradient, in order.
+    type Bits = Vec<Option<Vec<u32>>>;
+
+    fn bits(gradients: &Gradients<TestBackend>) -> Bits {
+        let of = |x: &FloatTensor<TestBackend>| {
             let flat = TestBackend::float_reshape(x.clone(), [x.shape().num_elements()].into());
             let data = tensor::<TestBackend, 1>(flat).into_data();
             data.iter::<f32>().map(f32::to_bits).collect()
         };
+        gradients.tensors.iter().map(|x| x.as_ref().map(of)).collect()
+    }
+
+    const OWN_PLAN: AccumulationPlan = AccumulationPlan { z_loss: 0.1, ..PLAN };
+
+    /// The bits of the loss's terms and of the gradients of four rows.
+    fn pass(
+        model: &TestModel,
+        plan: AccumulationPlan,
+        finished: Option<FinishedGradients<'_, TestBackend>>,
+    ) -> (Vec<u32>, Bits) {
+        let (batch, device) = (batch(), Default::default());
+        let (weights, never) = (weight_sum(&batch), StopFlag::new());
+        let pass = forward_backward::<TestBackend>(
+            model, &batch, None, None, weights, plan, &never, finished, &device,
+        )
+        .unwrap();
         let terms = pass.terms.clone().into_data().iter::<f32>().map(f32::to_bits).collect();
-        (terms, pass.gradients.tensors.iter().map(|g| g.as_ref().map(bits)).collect())
+        (terms, bits(&pass.gradients))
     }
 
     #[test]
     fn losses_and_gradients_do_not_depend_on_recomputation() {
         for config in models_of_all_layers() {
             let model = model_of(&config);
-            let ((loss, whole), (recomputed, parts)) = (pass(&model, false), pass(&model, true));
-            assert_eq!(loss, recomputed, "loss of {config:?}");
+            let recompute = AccumulationPlan { recompute: true, ..OWN_PLAN };
+            assert!(pass(&model, OWN_PLAN, None) == pass(&model, recompute, None), "{config:?}");
+        }
+    }
+
+    #[test]
+    fn losses_and_gradients_equal_those_of_one_graph_to_the_bit() {
+        for config in models_of_all_layers() {
+            let model = model_of(&config);
+            let (rows, device) = (batch(), Default::default());
+            let of_loss = weights::<Autodiff<TestBackend>>(&rows, 0..4, weight_sum(&rows), &device);
+            let MicroBatch { inputs, targets, document_starts } =
+                MicroBatch::new(&rows, 0..4, &device);
+            let loss = model.loss(inputs, targets, of_loss, document_starts, OWN_PLAN.z_loss);
+            let terms = loss.terms.inner().into_data();
+            let terms: Vec<u32> = terms.iter::<f32>().map(f32::to_bits).collect();
+            let whole = bits(&Gradients::of(&model, loss.total));
+            let plan = AccumulationPlan { micro_batch: 4, ..OWN_PLAN };
+            let (parts_terms, parts) = pass(&model, plan, None);
+            assert_eq!(terms, parts_terms, "loss of {config:?}");
             assert!(whole.iter().flatten().flatten().any(|bits| *bits != 0), "{config:?}");
             assert_eq!(whole.len(), parts.len());
             for (at, (whole, parts)) in whole.iter().zip(&parts).enumerate() {
                 assert!(whole == parts, "gradient {at} of {config:?}");
             }
         }
+    }
+
+    /// Each block's gradients come once, the last block's first, as they are at the end of the pass.
+    #[test]
+    fn gradients_of_a_block_are_finished_before_the_blocks_before_it() {
+        let model = tiny_model(0);
+        for recompute in [false, true] {
+            let plan = AccumulationPlan { recompute, ..OWN_PLAN };
+            let (_, all) = pass(&model, plan, None);
+            let mut got: Bits = all.iter().map(|_| None).collect();
+            let mut ranges = vec![];
+            let mut take = |gradients: &mut Gradients<TestBackend>, parameters: Range<usize>| {
+                for at in parameters.clone() {
+                    let tensors = vec![gradients.tensors[at].take()];
+                    got[at] = bits(&Gradients { tensors }).swap_remove(0);
+                }
+                ranges.push(parameters);
+            };
+            let (_, left) = pass(&model, plan, Some(&mut take));
+            let blocks = parameters_within(&model, &model.blocks);
+            assert_eq!(ranges.len(), model.blocks.len());
+            assert_eq!(ranges.last().unwrap().start, blocks.start);
+            assert_eq!(ranges[0].end, blocks.end);
+            assert!(ranges.windows(2).all(|two| two[0].start == two[1].end), "{ranges:?}");
+            for at in 0..all.len() {
+                let (given, kept) = (got[at].is_some(), left[at].is_some());
+                assert_eq!(given, blocks.contains(&at) && all[at].is_some(), "gradient {at}");
+                assert_eq!(kept, all[at].is_some() && !given, "gradient {at}");
+                assert!(got[at].as_ref().or(left[at].as_ref()) == all[at].as_ref(), "{at}");
+            }
+        }
+    }
+
+    #[test]
+    fn measured_gradients_are_not_handed_out() {
+        let plan = AccumulationPlan { measure_noise: true, ..OWN_PLAN };
+        let mut refuse = |_: &mut Gradients<TestBackend>, _| panic!("a gradient is handed out");
+        pass(&tiny_model(0), plan, Some(&mut refuse));
     }
 }
