@@ -53,7 +53,7 @@ impl BlockActivations {
             elements += 4.0 * v;
         }
         if config.output_gate {
-            elements += 3.0 * inner;
+            elements += 2.0 * inner;
         }
         elements += extra.iter().map(projection).sum::<f64>();
         // The hidden layer before and after the activation.

@@ -279,19 +279,7 @@ impl<B: OpBackend> LanguageModel<B> {
         documents: DocumentStarts<B>,
         z_loss: f32,
     ) -> Loss<B> {
-        self.loss_of_span(tokens, targets, weights, &Span::Whole(documents), z_loss)
-    }
-
-    /// As [`LanguageModel::loss`], of the tokens `[batch, n]` of a span.
-    pub fn loss_of_span(
-        &self,
-        tokens: Tensor<B, 2, Int>,
-        targets: Tensor<B, 2, Int>,
-        weights: Tensor<B, 2>,
-        span: &Span<B>,
-        z_loss: f32,
-    ) -> Loss<B> {
-        self.loss_of_hidden(self.hidden_of(tokens, span), targets, weights, z_loss)
+        self.loss_of_hidden(self.hidden(tokens, documents), targets, weights, z_loss)
     }
 
     /// As [`LanguageModel::loss`], where each row continues the one that left `carried`, as in

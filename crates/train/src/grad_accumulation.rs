@@ -156,7 +156,7 @@ pub struct AccumulationPlan {
     pub measure_noise: bool,
 }
 
-/// Gets gradients that no later operation of a pass changes: those of the parameters in the range.
+/// Called with all gradients and the range of those that are final, which it may take out.
 pub type FinishedGradients<'a, B> = &'a mut dyn FnMut(&mut Gradients<B>, Range<usize>);
 
 /// Runs `model` forward and backward over `batch`, a micro-batch at a time.
@@ -167,8 +167,8 @@ pub type FinishedGradients<'a, B> = &'a mut dyn FnMut(&mut Gradients<B>, Range<u
 /// Rows of streams go on from `carried`, and hand over what is in the result; other rows need none. If `peers` share
 /// the rows, this rank computes its part of their tokens, and the ranks' losses and gradients sum to those of the rows.
 ///
-/// `finished` gets the gradients of each block when they are those of the whole batch, while the rest of the last backward
-/// pass is still to come; what it takes out is missing in the result. It gets none when the plan measures noise.
+/// `finished` is called in the last micro-batch, after each block's backward pass; what it takes out is missing in the
+/// result. It is not called when the plan measures noise, which reads all gradients at the end.
 ///
 /// Returns `None` if `stop` is raised before the last micro-batch: what is computed by then is discarded.
 ///

@@ -33,17 +33,6 @@ impl<B: OpBackend> Gradients<B> {
         gradients
     }
 
-    /// Adds other gradients of the same model.
-    ///
-    /// # Panics
-    /// When `other` belongs to another model.
-    pub fn add(&mut self, other: Self) {
-        assert_eq!(self.tensors.len(), other.tensors.len(), "gradients of two different models");
-        for (sum, term) in self.tensors.iter_mut().zip(other.tensors) {
-            *sum = sum_of::<B>(sum.take(), term);
-        }
-    }
-
     /// Runs the backward pass of `root` and accumulates the gradients of `model`'s parameters: within
     /// the pass if an operation can, else afterwards. Returns the gradients of all other leaves.
     ///

@@ -366,29 +366,32 @@ impl Collective<TestBackend> for Failing {
     }
 }
 
+/// Rank 1 fails to sum gradients in step 5: those of the block during the backward pass, or the rest after it.
 #[test]
 fn a_rank_that_fails_ends_the_others_and_leaves_the_last_checkpoint() {
-    let sandbox = Sandbox::new();
-    let config = config(&sandbox, "fails", &["train.checkpoint.every=4"]);
-    let errors: Vec<String> = on_ranks(3, |inner| {
-        let world = Collective::<TestBackend>::world(&inner);
-        let left = Mutex::new(if world.rank == 1 { 5 } else { usize::MAX });
-        let ranks = Failing { inner, left };
-        let options = options(Precision::F32, RunStart::New, StopFlag::new());
-        let (device, console) = (Default::default(), &mut SilentConsole);
-        let outcome =
-            train_as_rank(&config, &device, &options, &ranks, console, &mut NoEvaluations);
-        outcome.unwrap_err().to_string()
-    });
-    assert!(errors[1].starts_with("ncclReduce of NCCL failed: of a test"), "{errors:?}");
-    for rank in [0, 2] {
-        let told = "rank 1 (this process) failed: ncclReduce of NCCL failed: of a test";
-        assert!(errors[rank].starts_with(told), "{errors:?}");
+    for sums in [9, 10] {
+        let sandbox = Sandbox::new();
+        let config = config(&sandbox, "fails", &["train.checkpoint.every=4"]);
+        let errors: Vec<String> = on_ranks(3, |inner| {
+            let world = Collective::<TestBackend>::world(&inner);
+            let left = Mutex::new(if world.rank == 1 { sums } else { usize::MAX });
+            let ranks = Failing { inner, left };
+            let options = options(Precision::F32, RunStart::New, StopFlag::new());
+            let (device, console) = (Default::default(), &mut SilentConsole);
+            let outcome =
+                train_as_rank(&config, &device, &options, &ranks, console, &mut NoEvaluations);
+            outcome.unwrap_err().to_string()
+        });
+        assert!(errors[1].starts_with("ncclReduce of NCCL failed: of a test"), "{errors:?}");
+        for rank in [0, 2] {
+            let told = "rank 1 (this process) failed: ncclReduce of NCCL failed: of a test";
+            assert!(errors[rank].starts_with(told), "{errors:?}");
+        }
+        assert!(errors[0].contains("checkpoints/step-4; continue from it"), "{errors:?}");
+        let dir = config.run_dir();
+        assert_eq!(Checkpoint::open(&dir, CheckpointSelector::Latest).unwrap().state.step, 4);
+        assert_eq!(run(2, &config, RunStart::Resume(dir)).step, 12);
     }
-    assert!(errors[0].contains("checkpoints/step-4; continue from it"), "{errors:?}");
-    let dir = config.run_dir();
-    assert_eq!(Checkpoint::open(&dir, CheckpointSelector::Latest).unwrap().state.step, 4);
-    assert_eq!(run(2, &config, RunStart::Resume(dir)).step, 12);
 }
 
 /// Rank 0 cannot write into the folder; the others must not wait for it.

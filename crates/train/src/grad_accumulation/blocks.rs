@@ -1,9 +1,9 @@
 //! The forward and backward pass of one micro-batch, block by block.
 //!
-//! The embedding, each block, and the layers after the blocks each have their own graph; the gradient of a part's output
-//! comes from the part after it. So the gradients of a block are complete before the backward pass of the block before
-//! it begins. With activation checkpointing, the forward pass keeps only each block's input, and the backward pass
-//! recomputes the block.
+//! The embedding, each block, and the layers after the blocks each have their own graph; the gradient of a part's
+//! output comes from the part after it. So the gradients of a block are complete before the backward pass of the block
+//! before it begins. With activation checkpointing, the forward pass keeps only each block's input, and the backward
+//! pass recomputes the block.
 
 use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
@@ -18,8 +18,7 @@ use super::{AccumulationPlan, FinishedGradients, Tokens};
 use crate::gradients::{Gradients, Graph, parameter_count, parameters_within};
 
 /// Runs one micro-batch: returns its loss and adds its gradients to `gradients`. Rows of streams go on from `carried`,
-/// which becomes what they hand over. The gradients of each block go to `finished`, if it is given, once they are
-/// complete.
+/// which becomes what they hand over. `finished`, if it is given, is called after each block's backward pass.
 ///
 /// Losses and gradients do not depend on whether blocks are recomputed, bit for bit if kernels are deterministic.
 pub(super) fn block_by_block<B: OpBackend>(
@@ -36,10 +35,12 @@ pub(super) fn block_by_block<B: OpBackend>(
         forward_pass(model, &inputs, &span, carried, plan.recompute);
 
     // The layers after the blocks.
-    let x = leaf(output);
-    let loss = model.loss_after_blocks(x.clone(), targets, weights, plan.z_loss);
-    let mut graph = gradients.add_backward(model, loss.total.clone());
-    let mut dy = leaf_grad(&x, &mut graph);
+    let (loss, mut dy) = {
+        let x = leaf(output);
+        let loss = model.loss_after_blocks(x.clone(), targets, weights, plan.z_loss);
+        let mut graph = gradients.add_backward(model, loss.total.clone());
+        (loss, leaf_grad(&x, &mut graph))
+    };
 
     // The blocks, from the last to the first.
     let mut d_first_values = Vec::new();
@@ -49,12 +50,14 @@ pub(super) fn block_by_block<B: OpBackend>(
             Kept::Graph(graph) => graph,
             Kept::Input(x) => {
                 let mut past = past.as_ref().map(|past| past[at].clone());
-                BlockGraph::new(block, x, &span, past.as_mut(), first_values.as_ref())
+                // The first block computes the first values, the others read them.
+                let values = first_values.as_ref().filter(|_| at > 0);
+                BlockGraph::new(block, x, &span, past.as_mut(), values)
             }
         };
         let BlockGraph { x, y, values_before, values } = graph;
         let mut root = vjp(y, dy);
-        if let (None, Some(values)) = (&values_before, values) {
+        if let (0, Some(values)) = (at, values) {
             let learned = model.blocks.iter().any(|block| block.attention.value_mix.is_some());
             root = with_first_values(root, values, std::mem::take(&mut d_first_values), learned);
         }
@@ -69,7 +72,7 @@ pub(super) fn block_by_block<B: OpBackend>(
         }
     }
 
-    // The embedding, which may share its weight with the output layer.
+    // The embedding, which may share its weight with the output layer; it is cheap, and computed again for its graph.
     gradients.add_backward(model, vjp(model.embedded(inputs, &span), dy));
     loss
 }
@@ -98,9 +101,9 @@ struct BlockGraph<B: OpBackend> {
     x: Tensor<Autodiff<B>, 3>,
     /// Its output.
     y: Tensor<Autodiff<B>, 3>,
-    /// The first block's values, a leaf, if it reads them.
+    /// The first block's values as this block reads them, a leaf.
     values_before: Option<Tensor<Autodiff<B>, 3>>,
-    /// These after it: the first block computes them.
+    /// Those that the next block reads.
     values: Option<Tensor<Autodiff<B>, 3>>,
 }
 
@@ -191,7 +194,7 @@ fn vjp<B: OpBackend>(y: Tensor<Autodiff<B>, 3>, dy: Tensor<B, 3>) -> Tensor<Auto
 /// of equal depth as a depth-first search finds them, second operand first. The gated value residual
 /// reads `values` in nodes deeper than the first block's own: the last block's gradient comes first,
 /// the first block's last. The learned one reads them in nodes of the same depth, which reverses the
-/// order.
+/// order. With the same order here, a test can compare bits.
 fn with_first_values<B: OpBackend>(
     root: Tensor<Autodiff<B>, 1>,
     values: Tensor<Autodiff<B>, 3>,
@@ -218,7 +221,7 @@ mod tests {
     use crate::grad_accumulation::tests::{PLAN, batch};
     use crate::grad_accumulation::{MicroBatch, forward_backward, weight_sum, weights};
     use crate::signals::StopFlag;
-    use crate::testing::{TestBackend, TestModel, model_of, models_of_all_layers, tiny_model};
+    use crate::testing::{TestBackend, TestModel, model_of, model_with, models_of_all_layers};
 
     /// The bits of every gradient, in order.
     type Bits = Vec<Option<Vec<u32>>>;
@@ -285,8 +288,8 @@ mod tests {
     /// Each block's gradients come once, the last block's first, as they are at the end of the pass.
     #[test]
     fn gradients_of_a_block_are_finished_before_the_blocks_before_it() {
-        let model = tiny_model(0);
-        for recompute in [false, true] {
+        for (tied, recompute) in [(false, false), (false, true), (true, false)] {
+            let model = model_with(&format!("layers = 3\ntie_embeddings = {tied}"), 0);
             let plan = AccumulationPlan { recompute, ..OWN_PLAN };
             let (_, all) = pass(&model, plan, None);
             let mut got: Bits = all.iter().map(|_| None).collect();
@@ -300,7 +303,7 @@ mod tests {
             };
             let (_, left) = pass(&model, plan, Some(&mut take));
             let blocks = parameters_within(&model, &model.blocks);
-            assert_eq!(ranges.len(), model.blocks.len());
+            assert_eq!(ranges.len(), 3);
             assert_eq!(ranges.last().unwrap().start, blocks.start);
             assert_eq!(ranges[0].end, blocks.end);
             assert!(ranges.windows(2).all(|two| two[0].start == two[1].end), "{ranges:?}");
@@ -317,6 +320,6 @@ mod tests {
     fn measured_gradients_are_not_handed_out() {
         let plan = AccumulationPlan { measure_noise: true, ..OWN_PLAN };
         let mut refuse = |_: &mut Gradients<TestBackend>, _| panic!("a gradient is handed out");
-        pass(&tiny_model(0), plan, Some(&mut refuse));
+        pass(&model_with("layers = 2", 0), plan, Some(&mut refuse));
     }
 }

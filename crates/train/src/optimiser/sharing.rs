@@ -25,50 +25,70 @@ pub(crate) struct Saved {
     pub ema: Option<NamedTensors>,
 }
 
-/// Gradients on their way to the ranks that own their parameters, while the backward pass of other parameters still runs.
+/// Sums the gradients of a step to the ranks that own their parameters, block by block during the last backward pass.
 pub(crate) struct Reduction<'a, B: OpBackend> {
     collective: &'a dyn Collective<B>,
     is_alone: bool,
     /// Of each parameter.
     owners: Vec<usize>,
-    /// Of each parameter, once its gradient is sent: the sum, where this rank owns it.
+    /// Of each parameter whose gradient is sent: the sum, where this rank owns it.
     sums: Vec<Option<FloatTensor<B>>>,
     failed: Option<CollectiveError>,
 }
 
 impl<B: OpBackend> Reduction<'_, B> {
-    /// Takes the gradients of the parameters in the range and sends them: all ranks send the same ones in the same order.
+    /// Takes the gradients of the parameters in the range and sums them over the ranks, all of which pass the same range.
+    /// After a failure, which [`Reduction::finish`] returns, it does nothing.
+    ///
+    /// # Panics
+    /// When the gradients are of another model.
     pub fn send(&mut self, gradients: &mut Gradients<B>, parameters: Range<usize>) {
+        let count = gradients.tensors.len();
+        assert_eq!(count, self.owners.len(), "as many gradients as parameters");
         if self.is_alone || self.failed.is_some() {
             return;
         }
+        if let Err(error) = self.sum(gradients, parameters) {
+            self.failed = Some(error);
+        }
+    }
+
+    fn sum(
+        &mut self,
+        gradients: &mut Gradients<B>,
+        parameters: Range<usize>,
+    ) -> Result<(), CollectiveError> {
+        // After a failed exchange, the other ranks may be elsewhere.
+        self.collective.check_peers()?;
         // The loss of every rank depends on the same parameters.
         let taken = parameters.filter_map(|at| Some((at, gradients.tensors[at].take()?)));
         let (places, tensors): (Vec<usize>, Vec<_>) =
             taken.map(|(at, gradient)| (at, (gradient, self.owners[at]))).unzip();
-        match self.collective.reduce(tensors) {
-            Ok(sums) => places.into_iter().zip(sums).for_each(|(at, sum)| self.sums[at] = sum),
-            Err(error) => self.failed = Some(error),
-        }
+        let sums = self.collective.reduce(tensors)?;
+        places.into_iter().zip(sums).for_each(|(at, sum)| self.sums[at] = sum);
+        Ok(())
     }
 
-    /// Sends the gradients that are left. Returns the sums over the ranks, of the parameters that this rank owns; `None`
-    /// for the others.
+    /// Sends the gradients that are left. Returns the sums over the ranks, of the parameters that this rank owns;
+    /// `None` for the others.
     ///
     /// # Errors
     /// When a rank is lost.
+    ///
+    /// # Panics
+    /// As [`Reduction::send`].
     pub fn finish(mut self, mut gradients: Gradients<B>) -> Result<Gradients<B>, CollectiveError> {
-        if self.is_alone {
-            return Ok(gradients);
-        }
         self.send(&mut gradients, 0..self.owners.len());
-        self.collective.finish_reduce();
-        self.failed.map_or(Ok(Gradients { tensors: self.sums }), Err)
+        match self.failed {
+            Some(error) => Err(error),
+            None if self.is_alone => Ok(gradients),
+            None => Ok(Gradients { tensors: self.sums }),
+        }
     }
 }
 
 impl<B: OpBackend> Optimiser<B> {
-    /// The way of one step's gradients to their owners.
+    /// Begins the sums of a step's gradients.
     pub(crate) fn reduction<'a>(&self, collective: &'a dyn Collective<B>) -> Reduction<'a, B> {
         let owners: Vec<usize> = self.slots.iter().map(|slot| slot.owner).collect();
         let sums = owners.iter().map(|_| None).collect();
