@@ -53,7 +53,7 @@ impl BlockActivations {
             elements += 4.0 * v;
         }
         if config.output_gate {
-            elements += 2.0 * inner;
+            elements += 3.0 * inner;
         }
         elements += extra.iter().map(projection).sum::<f64>();
         // The hidden layer before and after the activation.
@@ -67,12 +67,14 @@ impl BlockActivations {
             attention_gradients += 2.0 * v;
         }
         let temporary = attention.temporary_bytes_per_token(kernel, &shape, batch, seq_len);
+        // Those of the hidden layer after the activation and before it.
+        let mlp_gradients = (1.0 + ups) * hidden;
         BlockActivations {
             input: size * width,
             layers: size * elements,
             attention: attention.saved_bytes_per_token(kernel, &shape, batch, seq_len),
             gradients: size * width
-                + (size * ups * hidden).max(size * attention_gradients + temporary),
+                + (size * mlp_gradients).max(size * attention_gradients + temporary),
         }
     }
 }

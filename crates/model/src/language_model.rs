@@ -125,11 +125,7 @@ impl<B: OpBackend> LanguageModel<B> {
     /// The output of the last block after the final norm, for whole rows: tokens `[batch, seq_len]` to
     /// `[batch, seq_len, width]`.
     pub fn hidden(&self, tokens: Tensor<B, 2, Int>, documents: DocumentStarts<B>) -> Tensor<B, 3> {
-        self.hidden_of(tokens, &Span::Whole(documents))
-    }
-
-    /// As [`LanguageModel::hidden`], for the tokens `[batch, n]` of a span.
-    fn hidden_of(&self, tokens: Tensor<B, 2, Int>, span: &Span<B>) -> Tensor<B, 3> {
+        let span = &Span::Whole(documents);
         let mut x = self.embedded(tokens, span);
         let mut first_values = None;
         for block in &self.blocks {

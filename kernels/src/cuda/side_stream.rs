@@ -13,11 +13,12 @@ use cudarc::driver::sys as cu;
 /// A stream of a GPU for work that cubecl does not issue.
 ///
 /// cubecl's stream is private, so such work runs between two events: the stream waits for all work issued to the
-/// context before, and later work in the context waits for the stream. Buffers can therefore be reused as soon as the
-/// work is issued. It lives as long as its process.
+/// context before, and later work in the context waits for the stream. Unless it [runs
+/// beside](SideStream::run_beside), buffers can therefore be reused as soon as the work is issued. It lives as long as
+/// its process.
 ///
-/// While the work of some stream [runs beside](SideStream::run_beside) the context's, an event of the context would
-/// include it. The others then wait for a number that a kernel writes on cubecl's stream.
+/// While the work of some stream runs beside the context's, an event of the context would include it. The others then
+/// wait for a number that a kernel writes on cubecl's stream.
 pub struct SideStream {
     context: cu::CUcontext,
     stream: cu::CUstream,
@@ -133,6 +134,9 @@ impl SideStream {
 
     /// Lets later work of the context, and of other side streams, run beside this stream's until [`SideStream::end`].
     /// Buffers that this stream uses must be kept until then.
+    ///
+    /// Nothing uses it yet: the driver refuses to wait for a number in memory from `cuMemAllocAsync`, as cubecl's is
+    /// (`cuStreamWaitValue32` returns `CUDA_ERROR_INVALID_VALUE`), so [`SideStream::begin`] would panic.
     pub fn run_beside(&self) {
         if !self.runs_beside.swap(true, Ordering::Relaxed) {
             BESIDE.fetch_add(1, Ordering::Relaxed);

@@ -59,14 +59,13 @@ impl Passes {
         Passes { batch, kv_head, group, from, blocks, total: blocks * group }
     }
 
-    /// The query head and the first query of the first iteration of [`Passes::next`], which goes head by head, from the last
-    /// tile to the first.
+    /// The query head and the first query of the first iteration: the group's first head, and the last tile.
     pub fn start(&self, #[comptime] tile: usize) -> (usize, usize) {
         (self.kv_head * self.group, (self.from + self.blocks - 1) * tile)
     }
 
-    /// Those of the iteration after the one of `head` and `first_query`, in the same order; with `by_tile` all heads at
-    /// each tile before the next tile.
+    /// Those of the iteration after the one of `head` and `first_query`: head by head, each from the last tile to the
+    /// first; with `by_tile`, tile by tile from the last to the first, all heads at each.
     pub fn next(
         &self,
         head: usize,

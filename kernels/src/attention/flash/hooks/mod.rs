@@ -9,8 +9,9 @@
 //! | [`Weight`] | turn scores into weights and normalise rows | [`SoftmaxWeight`](super::weight::SoftmaxWeight) |
 //!
 //! Each hook has its own state per pass: `forward` and `dq`, where a warp holds 16 queries and loops over
-//! key tiles; `dkv`, where it holds 16 keys and loops over query tiles; and `decode`, where it holds up to
-//! 16 heads of one query. States read from memory one tile ahead.
+//! key tiles; `dkv`, where it holds 16 keys and loops over query tiles; `dq_parts`, beside `dkv` in the kernel of
+//! all gradients, for the part of dq that a block of keys adds; and `decode`, where it holds up to 16 heads of one
+//! query. States read from memory one tile ahead.
 
 mod defaults;
 
@@ -54,7 +55,8 @@ pub trait Hooks: Send + Sync + 'static {
         [false, false]
     }
 
-    /// Warpgroups per block and rows per tile; `shape` is the choice of plain attention for this head_dim.
+    /// Warpgroups per block and rows per tile; `shape` is the choice of plain attention for this head_dim. The kernel
+    /// of all gradients has two warpgroups in any case.
     fn block_shape(&self, shape: (usize, usize), head_dim: usize) -> (usize, usize) {
         let _ = head_dim;
         shape
@@ -139,7 +141,7 @@ pub trait Operands: Send + Sync + 'static {
     /// from their tile to registers: those of a later tile may replace them before its product ends.
     const CHANGES_QUERIES: bool;
     /// Whether dk is summed from the last query tile to the first, with the heads of a group interleaved at
-    /// each tile.
+    /// each tile. The kernel of all gradients always goes in reverse; there it decides only the interleaving.
     const DK_IN_REVERSE: bool;
     /// Whether dq and dk need the same dS to the bit, because a gradient is the difference of sums of both. The kernel
     /// of dq then adds biases to finished products, as that of dk does.
@@ -309,8 +311,8 @@ pub trait Operands: Send + Sync + 'static {
         #[comptime] config: KernelConfig,
     );
 
-    /// Starts the query tile's part of dq: the warpgroup's part of the product of the block's dSᵀ, whose panel is at chunk
-    /// `ds_at`, and the block's keys, whose columns are at chunk `k_at`.
+    /// Starts the query tile's part of dq: the warpgroup's part of the product of the block's dSᵀ, whose panel is at
+    /// chunk `ds_at`, and the block's keys, whose columns are at chunk `k_at`.
     fn start_dq_part(
         state: &Self::DqParts,
         dq: &mut Accumulator,
@@ -322,8 +324,8 @@ pub trait Operands: Send + Sync + 'static {
         #[comptime] config: KernelConfig,
     );
 
-    /// Waits for the product that [`Operands::start_dq_part`] has started, after which another one was started, and
-    /// converts it to units that all blocks of keys share.
+    /// Waits for the product of [`Operands::start_dq_part`], while the one started after it, dk's, may still run.
+    /// Rescales it to units that all blocks of keys share.
     fn finish_dq_part(
         state: &Self::DqParts,
         dq: &mut Accumulator,

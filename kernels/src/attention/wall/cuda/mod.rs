@@ -81,8 +81,8 @@ impl<B: OptionalDecay> Hooks for GatedHooks<B> {
         sinks(self.sinks.as_ref())
     }
 
-    /// One warpgroup per block is faster, and tiles must not be longer than a tile of gates; with wide heads
-    /// the factors take the registers of half a tile.
+    /// One warpgroup per block is faster (the kernel of all gradients always has two), and tiles must not be longer
+    /// than a tile of gates; with wide heads the factors take the registers of half a tile.
     fn block_shape(&self, (_, tile): (usize, usize), head_dim: usize) -> (usize, usize) {
         (1, tile.min(if head_dim > 128 { tile / 2 } else { TILE }))
     }

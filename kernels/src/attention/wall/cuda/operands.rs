@@ -13,7 +13,9 @@
 //! is applied to q, so that contributions that have decayed below 2⁻¹²⁶ times the key's factor may become 0.
 //!
 //! Gradients are accumulated in units that follow the tiles, so that an accumulator is only ever multiplied
-//! by powers of two of at most 1: dq over key tiles in order, dk over query tiles in reverse order.
+//! by powers of two of at most 1: dq over key tiles in order, dk over query tiles in reverse order. Where one kernel
+//! computes all gradients, each block of two key tiles adds its part of dq in units of the queries' tile, relative to
+//! E_I: k_j is relative to E_J, and the factor 2^(E_I − E_J) is at most 1, too.
 
 use burn::tensor::bf16;
 use cubecl::cmma::MmaDefinition;
@@ -160,8 +162,8 @@ fn scale_columns(
     }
 }
 
-/// Multiplies a warpgroup's part of dq by factors of the warp's. Both warpgroups have all queries, and each has half of
-/// the channels.
+/// Multiplies the warpgroup's half of dq's channels, for all queries of the tile, by `factors`; by 1 for queries of the
+/// block's first tile of keys.
 #[cube]
 fn scale_part(
     state: &GatedDqParts,
@@ -208,7 +210,7 @@ fn rescale(
     scale_a_frags(a_frags, factors, warp * pairs, gated);
 }
 
-/// Shared memory for E of each warp, which take fewer registers there.
+/// E of each warp in shared memory, which saves registers.
 type KeptEnds = SharedMemory<Vector<i32, Const<2>>>;
 
 /// Shared memory for E, for each warp.
@@ -311,14 +313,15 @@ pub struct GatedDkv {
     gated: usize,
 }
 
-/// State for a block of keys' parts of dq, relative to the ends of the queries' tiles.
+/// State for the part of dq that a block of two key tiles adds, relative to E at the end of the queries' tile.
 #[derive(CubeType)]
 pub struct GatedDqParts {
     /// Where the gates begin.
     base: usize,
     /// The first key of the block's second tile.
     second_tile: usize,
-    /// Whether the queries are not those of the first tile, whose parts of dq are in the tile's own units.
+    /// Whether the queries come after the block's first tile. Those of the first tile attend to it alone, and their
+    /// part of dq is in its units already: the factors, to the second tile's units and back, could exceed 1.
     after_first: bool,
     /// The E that the keys of the second tile are relative to, and that of the queries' tile.
     second: KeptEnds,
@@ -642,7 +645,6 @@ impl Operands for GatedOperands {
         #[comptime] _config: KernelConfig,
     ) {
         let gated = state.gated;
-        // Queries of the first tile attend to no key of the second.
         state.after_first = first_query >= state.second_tile;
         let to_own = powers::<f32>(&state.own, &take(&state.second, warp, gated), gated);
         stage_to_smem::<f32, Const<2>>(&mut state.to_own, &to_own, warp, comptime!(gated * 8));
