@@ -289,8 +289,8 @@ mod tests {
         let loss = 2.0 * (tokens * 320.0 + tokens * w + 320.0 * w) + 4.0 * 320.0 * w;
         assert_eq!(estimate.loss, loss);
         assert_eq!(of(&plain, 8).activations, 2.0 * estimate.activations);
-        // Gradients of the input, of q and k before and after the rotation, of v and of o.
-        assert_eq!(estimate.temporary, 2.0 * tokens * 7.0 * w);
+        // Gradients of the block's output, and of the hidden layer before and after its activation.
+        assert_eq!(estimate.temporary, 2.0 * tokens * 9.0 * w);
 
         let recomputed = of(&set(&["train.recompute=true"]), 4);
         assert_eq!(recomputed.attention, estimate.attention / 2.0);
