@@ -7,7 +7,7 @@
 
 use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
-use burn::tensor::{Int, Tensor};
+use burn::tensor::Tensor;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::ops::cross_entropy::Loss;
 use longwall_kernels::ops::vjp_root::vjp_root;
@@ -31,8 +31,9 @@ pub(super) fn block_by_block<B: OpBackend>(
 ) -> Loss<Autodiff<B>> {
     let Tokens { inputs, targets, weights, span } = tokens;
     let past = carried.as_deref().map(<[_]>::to_vec);
+    let embedded = model.embedded(inputs, &span);
     let ForwardPass { mut blocks, output, first_values } =
-        forward_pass(model, &inputs, &span, carried, plan.recompute);
+        forward_pass(model, embedded.clone().inner(), &span, carried, plan.recompute);
 
     // The layers after the blocks.
     let (loss, mut dy) = {
@@ -72,8 +73,8 @@ pub(super) fn block_by_block<B: OpBackend>(
         }
     }
 
-    // The embedding, which may share its weight with the output layer; it is cheap, and computed again for its graph.
-    gradients.add_backward(model, vjp(model.embedded(inputs, &span), dy));
+    // The embedding, which may share its weight with the output layer.
+    gradients.add_backward(model, vjp(embedded, dy));
     loss
 }
 
@@ -124,16 +125,15 @@ impl<B: OpBackend> BlockGraph<B> {
     }
 }
 
-/// The forward pass up to the last block's output; `carried` as in [`block_by_block`].
+/// The forward pass of the blocks, from the first one's input `x`; `carried` as in [`block_by_block`].
 fn forward_pass<B: OpBackend>(
     model: &LanguageModel<Autodiff<B>>,
-    tokens: &Tensor<Autodiff<B>, 2, Int>,
+    mut x: Tensor<B, 3>,
     span: &Span<Autodiff<B>>,
     mut carried: Option<&mut [Tensor<Autodiff<B>, 2>]>,
     recompute: bool,
 ) -> ForwardPass<B> {
     let plain_span = span.inner();
-    let mut x = model.valid().embedded(tokens.clone().inner(), &plain_span);
     let (mut blocks, mut first_values) = (Vec::new(), None);
     for (at, block) in model.blocks.iter().enumerate() {
         let past = carried.as_deref().map(|carried| carried[at].clone());
