@@ -414,7 +414,7 @@ impl Blas {
         let scale = Scale::new(a.tensor.dtype);
         let adds = matches!(extra, EpilogueTensor::Add(_));
         let (factor, term) = if adds { (scale.one(), extra_at) } else { (scale.zero(), at[2]) };
-        self.stream.begin(&a.tensor.client);
+        self.stream.begin(&a.tensor);
         // SAFETY: addresses and layouts describe buffers that `resources` keeps alive until the
         // last wait is issued; the workspace is used on this one stream only.
         unsafe {

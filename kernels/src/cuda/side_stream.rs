@@ -2,13 +2,14 @@
 
 use std::ffi::c_void;
 use std::ptr::null_mut;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
-use cubecl::server::Handle;
 use cudarc::driver::sys as cu;
+
+use super::CudaTensor;
+use crate::tile::asm::{emit, name_of};
 
 /// A stream of a GPU for work that cubecl does not issue.
 ///
@@ -25,53 +26,76 @@ pub struct SideStream {
     before: cu::CUevent,
     after: cu::CUevent,
     runs_beside: AtomicBool,
-    mark: Mutex<Option<Mark>>,
+    mark: Mark,
 }
 
 /// Streams that run beside their context.
 static BESIDE: AtomicUsize = AtomicUsize::new(0);
 
-/// A number in a GPU's memory, which rises with each wait.
+/// A number in a GPU's memory, which rises with each wait. It is not in cubecl's memory: the driver does not wait for
+/// numbers in memory from `cuMemAllocAsync`.
 struct Mark {
-    number: Handle,
-    address: u64,
-    last: u32,
+    address: cu::CUdeviceptr,
+    last: AtomicU32,
 }
 
-/// Writes `value` once all work before is done.
+/// Writes `value` at `address`, once all work before is done. `work` is any buffer of that work.
 #[cube(launch_unchecked)]
-fn write(number: &mut Array<u32>, value: u32) {
+#[expect(unused_variables, reason = "cubecl's intrinsics use their arguments in expansion")]
+fn write(work: &Array<u32>, address: u64, value: u32) {
+    let mut place = Array::<u64>::new(1usize);
+    let mut number = Array::<u32>::new(1usize);
+    place[0] = address;
     number[0] = value;
+    store(&place, &number);
+}
+
+#[cube]
+#[expect(unused_variables, reason = "cubecl's intrinsics use their arguments in expansion")]
+fn store(place: &Array<u64>, number: &Array<u32>) {
+    intrinsic!(|scope| {
+        let (place, number) = (name_of(&place.expand), name_of(&number.expand));
+        let text = format!(
+            "asm volatile(\"st.release.sys.global.u32 [%0], %1;\\n\" : : \"l\"({place}[0]), \"r\"({number}[0]) : \
+             \"memory\");"
+        );
+        emit(scope, "mark", &text);
+    })
 }
 
 impl Mark {
-    fn new(client: &ComputeClient<CudaRuntime>) -> Self {
-        let number = client.create_from_slice(&0u32.to_le_bytes());
-        // Returns when the 0 is there.
-        client.read_one(number.clone()).expect("the number is read");
-        let address = Mark::address(client, &number);
-        Mark { number, address, last: 0 }
-    }
-
-    /// Blocks until the work that writes the number is issued.
-    fn address(client: &ComputeClient<CudaRuntime>, number: &Handle) -> u64 {
-        client.get_resource(number.clone()).expect("the buffer exists").resource().ptr
-    }
-
-    /// Lets `stream` wait for all work issued to cubecl's stream before.
-    fn wait(&mut self, client: &ComputeClient<CudaRuntime>, stream: cu::CUstream) {
-        self.last = self.last.wrapping_add(1);
-        // SAFETY: the buffer has one number.
+    /// A number that is 0, in the memory of the current context.
+    fn new() -> Self {
+        let mut address = 0;
+        // SAFETY: writes one address, then 4 bytes there; returns once they are written.
         unsafe {
-            let number = ArrayArg::from_raw_parts(self.number.clone(), 1);
-            let (count, dim) = (CubeCount::new_single(), CubeDim::new_single());
-            write::launch_unchecked::<CudaRuntime>(client, count, dim, number, self.last);
+            check("cuMemAlloc", cu::cuMemAlloc_v2(&mut address, 4));
+            check("cuMemsetD32", cu::cuMemsetD32_v2(address, 0, 1));
         }
-        // The stream must not wait for a kernel that would be queued behind it.
-        Mark::address(client, &self.number);
+        Mark { address, last: AtomicU32::new(0) }
+    }
+
+    /// Lets `stream` wait for all work issued to cubecl's stream before, of which `work` is a buffer.
+    fn wait(&self, work: &CudaTensor, stream: cu::CUstream) {
+        let next = self.last.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
+        // SAFETY: the kernel writes 4 bytes at the address, and does not use the buffer.
+        unsafe {
+            let (count, dim) = (CubeCount::new_single(), CubeDim::new_single());
+            let buffer = ArrayArg::from_raw_parts(work.handle.clone(), 1);
+            write::launch_unchecked::<CudaRuntime>(
+                &work.client,
+                count,
+                dim,
+                buffer,
+                self.address,
+                next,
+            );
+        }
+        // Blocks until the kernel is issued: the stream must not wait for one that would be queued behind it.
+        work.client.get_resource(work.handle.clone()).expect("the buffer exists");
         let from = cu::CUstreamWaitValue_flags_enum::CU_STREAM_WAIT_VALUE_GEQ as u32;
         // SAFETY: the number is in the memory of the stream's GPU, and lives as long as the stream.
-        let waits = unsafe { cu::cuStreamWaitValue32_v2(stream, self.address, self.last, from) };
+        let waits = unsafe { cu::cuStreamWaitValue32_v2(stream, self.address, next, from) };
         check("cuStreamWaitValue32", waits);
     }
 }
@@ -106,7 +130,7 @@ impl SideStream {
             check("cuEventCreate", cu::cuEventCreate(&mut before, flags));
             check("cuEventCreate", cu::cuEventCreate(&mut after, flags));
         }
-        let (runs_beside, mark) = (AtomicBool::new(false), Mutex::new(None));
+        let (runs_beside, mark) = (AtomicBool::new(false), Mark::new());
         SideStream { context, stream, before, after, runs_beside, mark }
     }
 
@@ -116,13 +140,12 @@ impl SideStream {
     }
 
     /// Makes the context current, and lets the stream wait for all work issued to it before, except what runs beside.
-    /// `client` is the GPU's.
-    pub fn begin(&self, client: &ComputeClient<CudaRuntime>) {
+    /// `work` is any buffer of that work.
+    pub fn begin(&self, work: &CudaTensor) {
         // SAFETY: the context lives as long as the process.
         check("cuCtxSetCurrent", unsafe { cu::cuCtxSetCurrent(self.context) });
         if BESIDE.load(Ordering::Relaxed) > 0 {
-            let mut mark = self.mark.lock().unwrap_or_else(PoisonError::into_inner);
-            mark.get_or_insert_with(|| Mark::new(client)).wait(client, self.stream);
+            self.mark.wait(work, self.stream);
             return;
         }
         // SAFETY: context, stream and event were made together, and live as long as the process.
@@ -134,9 +157,6 @@ impl SideStream {
 
     /// Lets later work of the context, and of other side streams, run beside this stream's until [`SideStream::end`].
     /// Buffers that this stream uses must be kept until then.
-    ///
-    /// Nothing uses it yet: the driver refuses to wait for a number in memory from `cuMemAllocAsync`, as cubecl's is
-    /// (`cuStreamWaitValue32` returns `CUDA_ERROR_INVALID_VALUE`), so [`SideStream::begin`] would panic.
     pub fn run_beside(&self) {
         if !self.runs_beside.swap(true, Ordering::Relaxed) {
             BESIDE.fetch_add(1, Ordering::Relaxed);
@@ -153,5 +173,42 @@ impl SideStream {
         if self.runs_beside.swap(false, Ordering::Relaxed) {
             BESIDE.fetch_sub(1, Ordering::Relaxed);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::Tensor;
+
+    use super::*;
+    use crate::Cuda;
+    use crate::backend::primitive;
+    use crate::ops::linear::linear;
+
+    /// If products waited for the stream, this would wait for ever.
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn products_go_on_beside_a_stream_that_waits() {
+        let device = Default::default();
+        let x = Tensor::<Cuda, 3>::ones([1, 256, 64], &device);
+        let weight = Tensor::<Cuda, 2>::ones([32, 64], &device);
+        let product = || linear(x.clone(), weight.clone(), None).sum().into_scalar();
+        let want = product();
+        assert_eq!(want, 256.0 * 64.0 * 32.0);
+        let (waits, releases, gate) = (SideStream::new(0), SideStream::new(0), Mark::new());
+        waits.begin(&primitive(x.clone()));
+        let from = cu::CUstreamWaitValue_flags_enum::CU_STREAM_WAIT_VALUE_GEQ as u32;
+        // SAFETY: the number is in the memory of the stream's GPU, and lives as long as the process.
+        let waiting = unsafe { cu::cuStreamWaitValue32_v2(waits.stream, gate.address, 1, from) };
+        check("cuStreamWaitValue32", waiting);
+        waits.run_beside();
+        for _ in 0..3 {
+            assert_eq!(product(), want);
+        }
+        // SAFETY: as above.
+        let written = unsafe { cu::cuStreamWriteValue32_v2(releases.stream, gate.address, 1, 0) };
+        check("cuStreamWriteValue32", written);
+        waits.end();
+        assert_eq!(product(), want);
     }
 }

@@ -10,7 +10,7 @@ use std::ffi::{CStr, OsString, c_char, c_int, c_void};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::ptr::null_mut;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use burn::tensor::DType;
 use libloading::Library;
@@ -293,6 +293,8 @@ pub struct Communicator {
     stream: SideStream,
     /// Held during a group of calls.
     calls: Mutex<()>,
+    /// What is being summed.
+    in_flight: Mutex<Vec<CudaTensor>>,
 }
 
 // SAFETY: NCCL allows calls from any thread, one at a time, which `calls` ensures.
@@ -324,13 +326,15 @@ impl Communicator {
             let joined = (nccl.comm_init_rank)(&mut comm, world_size, id, rank);
             nccl.check("ncclCommInitRank", joined).map_err(NcclError::at_start)?;
         }
-        Ok(Communicator { nccl, comm, rank, stream, calls: Mutex::new(()) })
+        let (calls, in_flight) = (Mutex::new(()), Mutex::default());
+        Ok(Communicator { nccl, comm, rank, stream, calls, in_flight })
     }
 
     /// Sums each tensor over the ranks into the tensor of its owner.
     ///
     /// `tensors` are f32, with the rank that owns each; all ranks pass the same shapes and owners. Returns the sums of
-    /// the tensors that this rank owns, and `None` for the others.
+    /// the tensors that this rank owns, and `None` for the others. Later work runs beside the sums and must not use them,
+    /// until [`Communicator::wait`].
     ///
     /// # Errors
     /// When NCCL fails.
@@ -343,10 +347,11 @@ impl Communicator {
             (prepared(tensor, owner == self.rank), owner)
         };
         let tensors: Vec<_> = tensors.into_iter().map(of).collect();
-        self.grouped(tensors.iter().map(|(tensor, _)| tensor), |addresses| {
+        self.in_flight().extend(tensors.iter().map(|(tensor, _)| tensor.clone()));
+        let issued = self.issue(tensors.iter().map(|(tensor, _)| tensor), |addresses| {
             tensors.iter().zip(addresses).try_for_each(|((tensor, owner), &at)| {
                 let elements = tensor.meta.shape().num_elements();
-                // SAFETY: the buffer has so many f32 numbers, and `tensors` keeps it alive. A rank that is not the
+                // SAFETY: the buffer has so many f32 numbers, and `in_flight` keeps it alive. A rank that is not the
                 // owner only reads it.
                 let status = unsafe {
                     (self.nccl.reduce)(
@@ -362,9 +367,21 @@ impl Communicator {
                 };
                 self.nccl.check("ncclReduce", status)
             })
-        })?;
+        });
+        self.stream.run_beside();
+        issued?;
         let own = |(tensor, owner)| (owner == self.rank).then_some(tensor);
         Ok(tensors.into_iter().map(own).collect())
+    }
+
+    /// Lets later work wait for all sums.
+    pub fn wait(&self) {
+        self.stream.end();
+        self.in_flight().clear();
+    }
+
+    fn in_flight(&self) -> MutexGuard<'_, Vec<CudaTensor>> {
+        self.in_flight.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Gives every rank the owner's value of each tensor, of any type; all ranks pass the same shapes, types and owners.
@@ -436,26 +453,35 @@ impl Communicator {
         tensors: impl Iterator<Item = &'a CudaTensor>,
         calls: impl FnOnce(&[u64]) -> Result<(), NcclError>,
     ) -> Result<(), NcclError> {
-        let _one_at_a_time = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
-        // Blocks until the work that writes these buffers is issued.
-        let at = |x: &'a CudaTensor| {
-            let resource = x.client.get_resource(x.handle.clone()).expect("the buffer exists");
-            (resource.resource().ptr, &x.client)
-        };
-        let (addresses, clients): (Vec<u64>, Vec<_>) = tensors.map(at).unzip();
-        let Some(client) = clients.first() else { return Ok(()) };
-        self.stream.begin(client);
-        // SAFETY: takes nothing.
-        let started = unsafe { (self.nccl.group_start)() };
-        let result = self.nccl.check("ncclGroupStart", started).and_then(|()| {
-            let called = calls(&addresses);
-            // SAFETY: ends the group started above, even if a call in it failed.
-            let ended = unsafe { (self.nccl.group_end)() };
-            called.and(self.nccl.check("ncclGroupEnd", ended))
-        });
+        let issued = self.issue(tensors, calls);
         // Also after a failure: what was issued may still use the buffers.
         self.stream.end();
-        result
+        issued
+    }
+
+    /// As [`Communicator::grouped`], but later work does not wait.
+    fn issue<'a>(
+        &self,
+        tensors: impl Iterator<Item = &'a CudaTensor>,
+        calls: impl FnOnce(&[u64]) -> Result<(), NcclError>,
+    ) -> Result<(), NcclError> {
+        let _one_at_a_time = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
+        // Blocks until the work that writes these buffers is issued.
+        let at = |x: &CudaTensor| {
+            let resource = x.client.get_resource(x.handle.clone()).expect("the buffer exists");
+            resource.resource().ptr
+        };
+        let mut tensors = tensors.peekable();
+        let Some(&work) = tensors.peek() else { return Ok(()) };
+        let addresses: Vec<u64> = tensors.map(at).collect();
+        self.stream.begin(work);
+        // SAFETY: takes nothing.
+        let started = unsafe { (self.nccl.group_start)() };
+        self.nccl.check("ncclGroupStart", started)?;
+        let called = calls(&addresses);
+        // SAFETY: ends the group started above, even if a call in it failed.
+        let ended = unsafe { (self.nccl.group_end)() };
+        called.and(self.nccl.check("ncclGroupEnd", ended))
     }
 }
 

@@ -237,7 +237,8 @@ pub trait Collective<B: OpBackend> {
     fn world(&self) -> World;
 
     /// Sums f32 tensors over the ranks. Returns the sums that this rank owns, `None` for the others. Equal worlds add
-    /// in the same order.
+    /// in the same order. The device may go on with other work meanwhile: the sums must not be used before
+    /// [`Collective::finish_reduce`].
     ///
     /// # Errors
     /// [`CollectiveError::Lost`] and others, when the ranks are not all there.
@@ -245,6 +246,9 @@ pub trait Collective<B: OpBackend> {
         &self,
         tensors: Vec<Owned<B>>,
     ) -> Result<Vec<Option<FloatTensor<B>>>, CollectiveError>;
+
+    /// Lets later work use the sums of [`Collective::reduce`].
+    fn finish_reduce(&self) {}
 
     /// The owners' values of all tensors. What the other ranks pass may be overwritten.
     ///

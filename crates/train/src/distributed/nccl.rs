@@ -132,6 +132,10 @@ impl<B: OpBackend> Collective<B> for Nccl {
         Ok(sums.into_iter().map(|sum| sum.map(B::from_cuda)).collect())
     }
 
+    fn finish_reduce(&self) {
+        self.communicator.wait();
+    }
+
     fn broadcast(&self, tensors: Vec<Owned<B>>) -> Result<Vec<FloatTensor<B>>, CollectiveError> {
         let tensors = tensors.into_iter().map(into_cuda::<B>).collect();
         let values = self.communicator.broadcast(tensors)?;

@@ -79,6 +79,7 @@ impl<B: OpBackend> Reduction<'_, B> {
     /// As [`Reduction::send`].
     pub fn finish(mut self, mut gradients: Gradients<B>) -> Result<Gradients<B>, CollectiveError> {
         self.send(&mut gradients, 0..self.owners.len());
+        self.collective.finish_reduce();
         match self.failed {
             Some(error) => Err(error),
             None if self.is_alone => Ok(gradients),

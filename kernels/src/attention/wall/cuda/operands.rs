@@ -151,14 +151,19 @@ fn scale_columns(
     #[unroll]
     for column in 0..comptime!(gated * 2) {
         let factor = factors[at + comptime!(column * 4) + UNIT_POS_PLANE as usize % 4];
-        let fragment = acc.index_mut(column);
-        #[unroll]
-        for r in 0..2usize {
-            let mut pair = fragment[r];
-            pair[0] *= factor[0];
-            pair[1] *= factor[1];
-            fragment[r] = pair;
-        }
+        scale_fragment(acc.index_mut(column), factor);
+    }
+}
+
+/// Multiplies two columns, in the rows that the unit holds, by a factor each.
+#[cube]
+fn scale_fragment(fragment: &mut Array<Pair>, factor: Pair) {
+    #[unroll]
+    for r in 0..2usize {
+        let mut pair = fragment[r];
+        pair[0] *= factor[0];
+        pair[1] *= factor[1];
+        fragment[r] = pair;
     }
 }
 
@@ -184,14 +189,7 @@ fn scale_part(
         let mut factor = factors[base + select(scales, column, zero) * 4];
         factor[0] = select(scales, factor[0], 1f32);
         factor[1] = select(scales, factor[1], 1f32);
-        let fragment = dq.index_mut(n);
-        #[unroll]
-        for r in 0..2usize {
-            let mut pair = fragment[r];
-            pair[0] *= factor[0];
-            pair[1] *= factor[1];
-            fragment[r] = pair;
-        }
+        scale_fragment(dq.index_mut(n), factor);
     }
 }
 
