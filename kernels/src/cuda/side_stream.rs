@@ -196,6 +196,8 @@ mod tests {
         let want = product();
         assert_eq!(want, 256.0 * 64.0 * 32.0);
         let (waits, releases, gate) = (SideStream::new(0), SideStream::new(0), Mark::new());
+        // Loading a kernel may wait for all streams, so `write` is loaded first.
+        Mark::new().wait(&primitive(x.clone()), releases.stream);
         waits.begin(&primitive(x.clone()));
         let from = cu::CUstreamWaitValue_flags_enum::CU_STREAM_WAIT_VALUE_GEQ as u32;
         // SAFETY: the number is in the memory of the stream's GPU, and lives as long as the process.
