@@ -194,7 +194,6 @@ fn steps<B: OpBackend>(
         let pass = forward_backward(
             &run.model, &batch, carried, peers, weights, plan, within, send, device,
         );
-        collective.check_peers()?;
         let Some(mut pass) = pass else {
             // Asked to stop: a resume repeats this step from its beginning.
             break;

@@ -291,13 +291,11 @@ pub struct Communicator {
     comm: Comm,
     rank: usize,
     stream: SideStream,
-    /// Held during a group of calls.
-    calls: Mutex<()>,
-    /// What is being summed.
+    /// What is being summed. Held during a group of calls.
     in_flight: Mutex<Vec<CudaTensor>>,
 }
 
-// SAFETY: NCCL allows calls from any thread, one at a time, which `calls` ensures.
+// SAFETY: NCCL allows calls from any thread, one at a time, which `in_flight` ensures; so does the stream.
 unsafe impl Send for Communicator {}
 // SAFETY: likewise.
 unsafe impl Sync for Communicator {}
@@ -326,15 +324,14 @@ impl Communicator {
             let joined = (nccl.comm_init_rank)(&mut comm, world_size, id, rank);
             nccl.check("ncclCommInitRank", joined).map_err(NcclError::at_start)?;
         }
-        let (calls, in_flight) = (Mutex::new(()), Mutex::default());
-        Ok(Communicator { nccl, comm, rank, stream, calls, in_flight })
+        Ok(Communicator { nccl, comm, rank, stream, in_flight: Mutex::default() })
     }
 
     /// Sums each tensor over the ranks into the tensor of its owner.
     ///
     /// `tensors` are f32, with the rank that owns each; all ranks pass the same shapes and owners. Returns the sums of
     /// the tensors that this rank owns, and `None` for the others. Later work runs beside the sums and must not use them,
-    /// until [`Communicator::wait`].
+    /// until [`Communicator::finish_reduce`] or another exchange.
     ///
     /// # Errors
     /// When NCCL fails.
@@ -347,7 +344,8 @@ impl Communicator {
             (prepared(tensor, owner == self.rank), owner)
         };
         let tensors: Vec<_> = tensors.into_iter().map(of).collect();
-        self.in_flight().extend(tensors.iter().map(|(tensor, _)| tensor.clone()));
+        let mut in_flight = self.in_flight();
+        in_flight.extend(tensors.iter().map(|(tensor, _)| tensor.clone()));
         let issued = self.issue(tensors.iter().map(|(tensor, _)| tensor), |addresses| {
             tensors.iter().zip(addresses).try_for_each(|((tensor, owner), &at)| {
                 let elements = tensor.meta.shape().num_elements();
@@ -368,16 +366,21 @@ impl Communicator {
                 self.nccl.check("ncclReduce", status)
             })
         });
-        self.stream.run_beside();
+        if !in_flight.is_empty() {
+            self.stream.run_beside();
+        }
         issued?;
         let own = |(tensor, owner)| (owner == self.rank).then_some(tensor);
         Ok(tensors.into_iter().map(own).collect())
     }
 
     /// Lets later work wait for all sums.
-    pub fn wait(&self) {
-        self.stream.end();
-        self.in_flight().clear();
+    pub fn finish_reduce(&self) {
+        let mut in_flight = self.in_flight();
+        if !in_flight.is_empty() {
+            self.stream.end();
+            in_flight.clear();
+        }
     }
 
     fn in_flight(&self) -> MutexGuard<'_, Vec<CudaTensor>> {
@@ -453,19 +456,19 @@ impl Communicator {
         tensors: impl Iterator<Item = &'a CudaTensor>,
         calls: impl FnOnce(&[u64]) -> Result<(), NcclError>,
     ) -> Result<(), NcclError> {
+        let _one_at_a_time = self.in_flight();
         let issued = self.issue(tensors, calls);
         // Also after a failure: what was issued may still use the buffers.
         self.stream.end();
         issued
     }
 
-    /// As [`Communicator::grouped`], but later work does not wait.
+    /// As [`Communicator::grouped`], but later work does not wait. The caller holds `in_flight`.
     fn issue<'a>(
         &self,
         tensors: impl Iterator<Item = &'a CudaTensor>,
         calls: impl FnOnce(&[u64]) -> Result<(), NcclError>,
     ) -> Result<(), NcclError> {
-        let _one_at_a_time = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
         // Blocks until the work that writes these buffers is issued.
         let at = |x: &CudaTensor| {
             let resource = x.client.get_resource(x.handle.clone()).expect("the buffer exists");

@@ -1,5 +1,6 @@
 //! Ranks that are threads of one process, for tests on the CPU.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -7,7 +8,7 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Tensor, TensorData, TensorMetadata};
 use longwall_kernels::backend::{OpBackend, primitive, tensor};
 
-use super::{Collective, CollectiveError, Owned, World};
+use super::{Collective, CollectiveError, Owned, Sums, World};
 
 /// How long a rank waits for the others.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -43,6 +44,8 @@ pub(crate) struct Loopback {
     shared: Arc<Shared>,
     /// The steps that it has begun, and whether they may compile kernels.
     pub begun: Mutex<Vec<(u64, bool)>>,
+    /// Whether sums have begun and are not finished.
+    sums: AtomicBool,
 }
 
 /// `size` ranks.
@@ -50,11 +53,20 @@ pub(crate) fn ranks(size: usize) -> Vec<Loopback> {
     let given = (0..size).map(|_| None).collect();
     let state = Mutex::new(State { given, ..State::default() });
     let shared = Arc::new(Shared { size, state, changed: Condvar::new() });
-    let rank = |rank| Loopback { rank, shared: Arc::clone(&shared), begun: Mutex::default() };
+    let rank = |rank| {
+        let (begun, sums) = (Mutex::default(), AtomicBool::new(false));
+        Loopback { rank, shared: Arc::clone(&shared), begun, sums }
+    };
     (0..size).map(rank).collect()
 }
 
 impl Loopback {
+    /// # Panics
+    /// When sums have begun and are not finished.
+    fn check_sums(&self) {
+        assert!(!self.sums.load(Ordering::Relaxed), "rank {} has not finished sums", self.rank);
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -153,10 +165,8 @@ impl<B: OpBackend> Collective<B> for Loopback {
         World { rank: self.rank, size: self.shared.size }
     }
 
-    fn reduce(
-        &self,
-        tensors: Vec<Owned<B>>,
-    ) -> Result<Vec<Option<FloatTensor<B>>>, CollectiveError> {
+    fn reduce(&self, tensors: Vec<Owned<B>>) -> Result<Sums<B>, CollectiveError> {
+        self.sums.store(true, Ordering::Relaxed);
         let all = self.exchange_tensors::<B>(tensors)?;
         let sum = |at: usize| {
             let (first, owner) = &all[0][at];
@@ -169,16 +179,23 @@ impl<B: OpBackend> Collective<B> for Loopback {
                 of_data::<B>(TensorData::new(sum, first.shape.clone()))
             })
         };
-        Ok((0..all[0].len()).map(sum).collect())
+        Ok(Sums((0..all[0].len()).map(sum).collect()))
+    }
+
+    fn finish_reduce(&self, begun: Vec<Sums<B>>) -> Vec<Option<FloatTensor<B>>> {
+        self.sums.store(false, Ordering::Relaxed);
+        Sums::all(begun)
     }
 
     fn broadcast(&self, tensors: Vec<Owned<B>>) -> Result<Vec<FloatTensor<B>>, CollectiveError> {
+        self.check_sums();
         let all = self.exchange_tensors::<B>(tensors)?;
         let of_owner = |at: usize| of_data::<B>(all[all[0][at].1][at].0.clone());
         Ok((0..all[0].len()).map(of_owner).collect())
     }
 
     fn all_gather(&self, message: Vec<u8>) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        self.check_sums();
         let all = self.exchange(Given::Bytes(message))?;
         let bytes = |given: &Given| match given {
             Given::Bytes(bytes) => bytes.clone(),
@@ -202,5 +219,8 @@ impl Drop for Loopback {
     fn drop(&mut self) {
         self.lock().gone.get_or_insert((self.rank, "has ended".to_owned()));
         self.shared.changed.notify_all();
+        if !std::thread::panicking() {
+            self.check_sums();
+        }
     }
 }

@@ -228,6 +228,16 @@ fn shown_ranks(ranks: &[usize]) -> String {
 /// A tensor, and the rank that owns it.
 pub type Owned<B> = (FloatTensor<B>, usize);
 
+/// Sums over the ranks that may not be there yet: [`Collective::finish_reduce`] returns them.
+pub struct Sums<B: OpBackend>(Vec<Option<FloatTensor<B>>>);
+
+impl<B: OpBackend> Sums<B> {
+    /// The sums, of which all have ended.
+    fn all(begun: Vec<Sums<B>>) -> Vec<Option<FloatTensor<B>>> {
+        begun.into_iter().flat_map(|sums| sums.0).collect()
+    }
+}
+
 /// What training needs of the connection between ranks. All ranks call the same functions in the same order, with
 /// tensors of equal shapes, types and owners.
 ///
@@ -236,19 +246,16 @@ pub trait Collective<B: OpBackend> {
     /// The ranks.
     fn world(&self) -> World;
 
-    /// Sums f32 tensors over the ranks. Returns the sums that this rank owns, `None` for the others. Equal worlds add
-    /// in the same order. The device may go on with other work meanwhile: the sums must not be used before
-    /// [`Collective::finish_reduce`].
+    /// Begins to sum f32 tensors over the ranks; the device may go on with other work meanwhile. Equal worlds add in
+    /// the same order. [`Collective::finish_reduce`] must follow, also after an error.
     ///
     /// # Errors
     /// [`CollectiveError::Lost`] and others, when the ranks are not all there.
-    fn reduce(
-        &self,
-        tensors: Vec<Owned<B>>,
-    ) -> Result<Vec<Option<FloatTensor<B>>>, CollectiveError>;
+    fn reduce(&self, tensors: Vec<Owned<B>>) -> Result<Sums<B>, CollectiveError>;
 
-    /// Lets later work use the sums of [`Collective::reduce`].
-    fn finish_reduce(&self) {}
+    /// Lets later work wait for all sums that have begun. Returns those of `begun`, in order, that this rank owns, and
+    /// `None` for the others.
+    fn finish_reduce(&self, begun: Vec<Sums<B>>) -> Vec<Option<FloatTensor<B>>>;
 
     /// The owners' values of all tensors. What the other ranks pass may be overwritten.
     ///
@@ -312,11 +319,12 @@ impl<B: OpBackend> Collective<B> for Alone {
         World::ALONE
     }
 
-    fn reduce(
-        &self,
-        tensors: Vec<Owned<B>>,
-    ) -> Result<Vec<Option<FloatTensor<B>>>, CollectiveError> {
-        Ok(tensors.into_iter().map(|(tensor, _)| Some(tensor)).collect())
+    fn reduce(&self, tensors: Vec<Owned<B>>) -> Result<Sums<B>, CollectiveError> {
+        Ok(Sums(tensors.into_iter().map(|(tensor, _)| Some(tensor)).collect()))
+    }
+
+    fn finish_reduce(&self, begun: Vec<Sums<B>>) -> Vec<Option<FloatTensor<B>>> {
+        Sums::all(begun)
     }
 
     fn broadcast(&self, tensors: Vec<Owned<B>>) -> Result<Vec<FloatTensor<B>>, CollectiveError> {

@@ -11,7 +11,7 @@ use longwall_kernels::cuda::CudaTensor;
 use longwall_kernels::ops::all_to_all::Peers;
 
 use super::communicator::{Communicator, NcclError, START_HINT, UniqueId, unique_id, version};
-use super::{Collective, CollectiveError, Owned, Store, World};
+use super::{Collective, CollectiveError, Owned, Store, Sums, World};
 
 /// The GPUs of all ranks, connected by NCCL.
 pub struct Nccl {
@@ -123,17 +123,15 @@ impl<B: OpBackend> Collective<B> for Nccl {
         self.store.world()
     }
 
-    fn reduce(
-        &self,
-        tensors: Vec<Owned<B>>,
-    ) -> Result<Vec<Option<FloatTensor<B>>>, CollectiveError> {
+    fn reduce(&self, tensors: Vec<Owned<B>>) -> Result<Sums<B>, CollectiveError> {
         let tensors = tensors.into_iter().map(into_cuda::<B>).collect();
         let sums = self.communicator.reduce(tensors)?;
-        Ok(sums.into_iter().map(|sum| sum.map(B::from_cuda)).collect())
+        Ok(Sums(sums.into_iter().map(|sum| sum.map(B::from_cuda)).collect()))
     }
 
-    fn finish_reduce(&self) {
-        self.communicator.wait();
+    fn finish_reduce(&self, begun: Vec<Sums<B>>) -> Vec<Option<FloatTensor<B>>> {
+        self.communicator.finish_reduce();
+        Sums::all(begun)
     }
 
     fn broadcast(&self, tensors: Vec<Owned<B>>) -> Result<Vec<FloatTensor<B>>, CollectiveError> {

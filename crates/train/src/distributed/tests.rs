@@ -130,7 +130,10 @@ fn loopback_ranks_sum_share_and_gather() {
         let read = |x| tensor::<TestBackend, 1>(x).into_data().to_vec::<f32>().unwrap();
         let own = rank as f32 + 1.0;
         let sums = vec![(values(own), 2), (values(own), 0)];
-        let sums = Collective::<TestBackend>::reduce(&ranks, sums).unwrap();
+        let (first, second) = sums.split_at(1);
+        let begun = [first, second]
+            .map(|part| Collective::<TestBackend>::reduce(&ranks, part.to_vec()).unwrap());
+        let sums = Collective::<TestBackend>::finish_reduce(&ranks, Vec::from(begun));
         let shared = Collective::<TestBackend>::broadcast(&ranks, vec![(values(own), 1)]).unwrap();
         let all = Collective::<TestBackend>::all_gather(&ranks, vec![rank as u8]).unwrap();
         assert_eq!(all, [[0], [1], [2]]);
@@ -340,7 +343,7 @@ impl Collective<TestBackend> for Failing {
     fn reduce(
         &self,
         tensors: Vec<Owned<TestBackend>>,
-    ) -> Result<Vec<Option<FloatTensor<TestBackend>>>, CollectiveError> {
+    ) -> Result<Sums<TestBackend>, CollectiveError> {
         let mut left = self.left.lock().unwrap();
         *left -= 1;
         if *left == 0 {
@@ -348,6 +351,13 @@ impl Collective<TestBackend> for Failing {
             return Err(NcclError::Call { call: "ncclReduce", reason }.into());
         }
         Collective::<TestBackend>::reduce(&self.inner, tensors)
+    }
+
+    fn finish_reduce(
+        &self,
+        begun: Vec<Sums<TestBackend>>,
+    ) -> Vec<Option<FloatTensor<TestBackend>>> {
+        Collective::<TestBackend>::finish_reduce(&self.inner, begun)
     }
 
     fn broadcast(

@@ -11,7 +11,7 @@ use longwall_kernels::backend::{OpBackend, primitive, tensor};
 use longwall_model::weights::NamedTensors;
 
 use super::{Optimiser, Slot, StateTensor};
-use crate::distributed::{Collective, CollectiveError};
+use crate::distributed::{Collective, CollectiveError, Sums};
 use crate::gradients::Gradients;
 
 /// The tensors of a checkpoint, in main memory.
@@ -31,8 +31,10 @@ pub(crate) struct Reduction<'a, B: OpBackend> {
     is_alone: bool,
     /// Of each parameter.
     owners: Vec<usize>,
-    /// Of each parameter whose gradient is sent: the sum, where this rank owns it.
-    sums: Vec<Option<FloatTensor<B>>>,
+    /// The parameters whose gradients are sent, in order.
+    sent: Vec<usize>,
+    /// The sums of these gradients.
+    sums: Vec<Sums<B>>,
     failed: Option<CollectiveError>,
 }
 
@@ -64,8 +66,8 @@ impl<B: OpBackend> Reduction<'_, B> {
         let taken = parameters.filter_map(|at| Some((at, gradients.tensors[at].take()?)));
         let (places, tensors): (Vec<usize>, Vec<_>) =
             taken.map(|(at, gradient)| (at, (gradient, self.owners[at]))).unzip();
-        let sums = self.collective.reduce(tensors)?;
-        places.into_iter().zip(sums).for_each(|(at, sum)| self.sums[at] = sum);
+        self.sums.push(self.collective.reduce(tensors)?);
+        self.sent.extend(places);
         Ok(())
     }
 
@@ -79,12 +81,12 @@ impl<B: OpBackend> Reduction<'_, B> {
     /// As [`Reduction::send`].
     pub fn finish(mut self, mut gradients: Gradients<B>) -> Result<Gradients<B>, CollectiveError> {
         self.send(&mut gradients, 0..self.owners.len());
-        self.collective.finish_reduce();
-        match self.failed {
-            Some(error) => Err(error),
-            None if self.is_alone => Ok(gradients),
-            None => Ok(Gradients { tensors: self.sums }),
+        let sums = self.collective.finish_reduce(self.sums);
+        if let Some(error) = self.failed {
+            return Err(error);
         }
+        self.sent.into_iter().zip(sums).for_each(|(at, sum)| gradients.tensors[at] = sum);
+        Ok(gradients)
     }
 }
 
@@ -92,9 +94,8 @@ impl<B: OpBackend> Optimiser<B> {
     /// Begins the sums of a step's gradients.
     pub(crate) fn reduction<'a>(&self, collective: &'a dyn Collective<B>) -> Reduction<'a, B> {
         let owners: Vec<usize> = self.slots.iter().map(|slot| slot.owner).collect();
-        let sums = owners.iter().map(|_| None).collect();
         let is_alone = self.world.is_alone();
-        Reduction { collective, is_alone, owners, sums, failed: None }
+        Reduction { collective, is_alone, owners, sent: vec![], sums: vec![], failed: None }
     }
 
     /// `model` with the values that the owners of its parameters have.

@@ -43,7 +43,7 @@ impl Collective<TestBackend> for OverTcp {
     fn reduce(
         &self,
         tensors: Vec<Owned<TestBackend>>,
-    ) -> Result<Vec<Option<FloatTensor<TestBackend>>>, CollectiveError> {
+    ) -> Result<Sums<TestBackend>, CollectiveError> {
         let all = self.exchange(&tensors)?;
         let sum = |(at, (x, owner)): (usize, &Owned<TestBackend>)| {
             (*owner == self.store.world().rank).then(|| {
@@ -54,7 +54,14 @@ impl Collective<TestBackend> for OverTcp {
                 loopback::of_elements::<TestBackend>(sum, x)
             })
         };
-        Ok(tensors.iter().enumerate().map(sum).collect())
+        Ok(Sums(tensors.iter().enumerate().map(sum).collect()))
+    }
+
+    fn finish_reduce(
+        &self,
+        begun: Vec<Sums<TestBackend>>,
+    ) -> Vec<Option<FloatTensor<TestBackend>>> {
+        Sums::all(begun)
     }
 
     fn broadcast(
