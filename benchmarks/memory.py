@@ -5,9 +5,9 @@
 
 Every configuration in configs/gpu, and every attention kind and option of the model below, trains for two
 steps of two micro-batches each by `longwall bench train`, each in a process of its own, as many at a time
-as the GPUs hold. The peaks that the allocator reserved go to OUT, by default the file that a test of the
-train crate compares with the estimates of today; with --only, its other cases stay. Fails if a case does not
-run.
+as the GPUs hold. The peaks that the allocator reserved go to OUT after each case, by default the file that a
+test of the train crate compares with the estimates of today; with --only, its other cases stay. Fails if a
+case does not run.
 """
 
 import argparse
@@ -167,7 +167,8 @@ def write(path, results, failed):
     found |= {key(config, sets): (config, sets, *rest) for config, sets, *rest in results}
     for case in failed:
         found.pop(key(case.config, case.sets), None)
-    with path.open("w") as out:
+    whole = path.with_suffix(".new")
+    with whole.open("w") as out:
         out.write("# Written by benchmarks/memory.py: memory that the allocator reserved at most.\n")
         for config, sets, _ in cases():
             if key(config, sets) not in found:
@@ -176,6 +177,7 @@ def write(path, results, failed):
             listed = ", ".join(json.dumps(text) for text in sets)
             out.write(f'\n[[measured]]\nconfig = "{config}"\nset = [{listed}]\n')
             out.write(f'peak_gb = {peak}\ndevice = "{device}"\n')
+    whole.replace(path)
 
 
 def key(config, sets):
@@ -197,7 +199,7 @@ def main():
     with ThreadPoolExecutor(options.jobs) as pool:
         planned = list(pool.map(lambda case: plan(binary, gpus.most, *case), chosen))
     # The largest first, so that small ones fill what is left.
-    queue = sorted(enumerate(planned), key=lambda item: -item[1].estimate)
+    queue = sorted(planned, key=lambda case: -case.estimate)
     lock = threading.Lock()
 
     def work():
@@ -205,7 +207,7 @@ def main():
             with lock:
                 if not queue:
                     return
-                at, case = queue.pop(0)
+                case = queue.pop(0)
             name = " ".join([case.config, *case.sets])
             claim = min(1.2 * case.estimate + 2e9, gpus.most)
             gpu = gpus.claim(claim)
@@ -219,7 +221,9 @@ def main():
             finally:
                 gpus.give_back(gpu, claim)
             peak = report["peak_memory_bytes"]
-            results.append((at, case.config, case.sets, round(peak / 1e9, 2), report["device"]))
+            with lock:
+                results.append((case.config, case.sets, round(peak / 1e9, 2), report["device"]))
+                write(options.out, results, failed)
             parts = report["estimated_memory"].items()
             text = ", ".join(f"{part} {size / 1e9:.2f}" for part, size in parts)
             ratio = case.estimate / peak
@@ -230,7 +234,7 @@ def main():
         thread.start()
     for thread in threads:
         thread.join()
-    write(options.out, [case for _, *case in sorted(results)], failed)
+    write(options.out, results, failed)
     sys.exit(f"{len(failed)} cases failed" if failed else 0)
 
 
