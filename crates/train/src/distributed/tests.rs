@@ -129,10 +129,8 @@ fn loopback_ranks_sum_share_and_gather() {
         let values = |x: f32| primitive(Tensor1::from_floats([x, 10.0 * x], &Default::default()));
         let read = |x| tensor::<TestBackend, 1>(x).into_data().to_vec::<f32>().unwrap();
         let own = rank as f32 + 1.0;
-        let sums = vec![(values(own), 2), (values(own), 0)];
-        let (first, second) = sums.split_at(1);
-        let begun = [first, second]
-            .map(|part| Collective::<TestBackend>::reduce(&ranks, part.to_vec()).unwrap());
+        let begun = [(values(own), 2), (values(own), 0)]
+            .map(|sum| Collective::<TestBackend>::reduce(&ranks, vec![sum]).unwrap());
         let sums = Collective::<TestBackend>::finish_reduce(&ranks, Vec::from(begun));
         let shared = Collective::<TestBackend>::broadcast(&ranks, vec![(values(own), 1)]).unwrap();
         let all = Collective::<TestBackend>::all_gather(&ranks, vec![rank as u8]).unwrap();
