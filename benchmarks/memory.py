@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -193,14 +194,30 @@ def main():
     parser.add_argument("--only", default="")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     options = parser.parse_args()
+    if not os.access(options.binary, os.X_OK):
+        parser.error(f"there is no program {options.binary}: build it with cargo build --release")
+    if not options.out.resolve().parent.is_dir():
+        parser.error(f"the folder of {options.out} does not exist: create it, or give another OUT")
+    try:
+        chosen = [case for case in cases() if re.search(options.only, " ".join([case[0], *case[1]]))]
+    except re.error as error:
+        parser.error(f"--only {options.only} is no regular expression: {error}")
+    if not chosen:
+        parser.error(f"--only {options.only} matches no case: give a part of a configuration's path or of an override")
+    if not shutil.which("nvidia-smi"):
+        sys.exit("nvidia-smi is missing: run this where an NVIDIA GPU is")
     binary = str(options.binary.resolve())
     gpus, results, failed = Gpus(), [], []
-    chosen = [case for case in cases() if re.search(options.only, " ".join([case[0], *case[1]]))]
     with ThreadPoolExecutor(options.jobs) as pool:
         planned = list(pool.map(lambda case: plan(binary, gpus.most, *case), chosen))
     # The largest first, so that small ones fill what is left.
     queue = sorted(planned, key=lambda case: -case.estimate)
     lock = threading.Lock()
+
+    def keep(cases, case):
+        with lock:
+            cases.append(case)
+            write(options.out, results, failed)
 
     def work():
         while True:
@@ -215,15 +232,13 @@ def main():
                 words = ["bench", "train", "--steps", "1", "--warmup", "1"]
                 report = longwall(binary, [*words, *arguments(case.config, case.sets)], gpu)
             except RuntimeError as error:
-                failed.append(case)
+                keep(failed, case)
                 print(f"FAILED {name}: {error}", flush=True)
                 continue
             finally:
                 gpus.give_back(gpu, claim)
             peak = report["peak_memory_bytes"]
-            with lock:
-                results.append((case.config, case.sets, round(peak / 1e9, 2), report["device"]))
-                write(options.out, results, failed)
+            keep(results, (case.config, case.sets, round(peak / 1e9, 2), report["device"]))
             parts = report["estimated_memory"].items()
             text = ", ".join(f"{part} {size / 1e9:.2f}" for part, size in parts)
             ratio = case.estimate / peak
@@ -234,7 +249,6 @@ def main():
         thread.start()
     for thread in threads:
         thread.join()
-    write(options.out, results, failed)
     sys.exit(f"{len(failed)} cases failed" if failed else 0)
 
 

@@ -38,6 +38,9 @@ if [ "${1:-}" = --check-kernels ]; then
   exec python3 -B emulator/tools/check_kernels.py "$@"
 fi
 
+case "${1:-}" in
+  -*) sed -n '2,/^set/p' "$0" | grep '^#' | cut -c3- >&2; exit 2 ;;
+esac
 need g++ "it compiles the emulator and the kernels; install GCC 11 or later"
 need make "it builds the emulator; install make"
 make --silent -C emulator BUILD="$work"
