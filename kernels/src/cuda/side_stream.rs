@@ -41,7 +41,7 @@ struct Mark {
 
 /// Writes `value` at `address`, once all work before is done. `work` is any buffer of that work.
 #[cube(launch_unchecked)]
-#[expect(unused_variables, reason = "cubecl's intrinsics use their arguments in expansion")]
+#[expect(unused_variables, reason = "a kernel has at least one buffer")]
 fn write(work: &Array<u32>, address: u64, value: u32) {
     let mut place = Array::<u64>::new(1usize);
     let mut number = Array::<u32>::new(1usize);
@@ -67,15 +67,17 @@ impl Mark {
     /// A number that is 0, in the memory of the current context.
     fn new() -> Self {
         let mut address = 0;
-        // SAFETY: writes one address, then 4 bytes there; returns once they are written.
+        // SAFETY: writes one address, then 4 bytes there, on the default stream; returns once they are written.
         unsafe {
             check("cuMemAlloc", cu::cuMemAlloc_v2(&mut address, 4));
             check("cuMemsetD32", cu::cuMemsetD32_v2(address, 0, 1));
+            check("cuStreamSynchronize", cu::cuStreamSynchronize(null_mut()));
         }
         Mark { address, last: AtomicU32::new(0) }
     }
 
-    /// Lets `stream` wait for all work issued to cubecl's stream before, of which `work` is a buffer.
+    /// Lets `stream` wait for all work issued to cubecl's stream before, of which `work` is a buffer. One thread at a
+    /// time.
     fn wait(&self, work: &CudaTensor, stream: cu::CUstream) {
         let next = self.last.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
         // SAFETY: the kernel writes 4 bytes at the address, and does not use the buffer.
@@ -91,7 +93,8 @@ impl Mark {
                 next,
             );
         }
-        // Blocks until the kernel is issued: the stream must not wait for one that would be queued behind it.
+        // Blocks until the kernel is issued: a stream that waits for one that is not yet in a queue could block it for
+        // ever.
         work.client.get_resource(work.handle.clone()).expect("the buffer exists");
         let from = cu::CUstreamWaitValue_flags_enum::CU_STREAM_WAIT_VALUE_GEQ as u32;
         // SAFETY: the number is in the memory of the stream's GPU, and lives as long as the stream.
@@ -139,12 +142,14 @@ impl SideStream {
         self.stream.cast()
     }
 
-    /// Makes the context current, and lets the stream wait for all work issued to it before, except what runs beside.
-    /// `work` is any buffer of that work.
+    /// Makes the context current, and lets the stream wait for all work issued to it before; while another stream runs
+    /// beside, for that of cubecl's stream, of which `work` is any buffer. Buffers of other threads must have been taken
+    /// by `get_resource` on this one before, as it takes those that the stream will use.
     pub fn begin(&self, work: &CudaTensor) {
         // SAFETY: the context lives as long as the process.
         check("cuCtxSetCurrent", unsafe { cu::cuCtxSetCurrent(self.context) });
-        if BESIDE.load(Ordering::Relaxed) > 0 {
+        let own = usize::from(self.runs_beside.load(Ordering::Relaxed));
+        if BESIDE.load(Ordering::Relaxed) > own {
             self.mark.wait(work, self.stream);
             return;
         }
@@ -167,6 +172,7 @@ impl SideStream {
     pub fn end(&self) {
         // SAFETY: as in `begin`.
         unsafe {
+            check("cuCtxSetCurrent", cu::cuCtxSetCurrent(self.context));
             check("cuEventRecord", cu::cuEventRecord(self.after, self.stream));
             check("cuCtxWaitEvent", cu::cuCtxWaitEvent(self.context, self.after));
         }
@@ -178,6 +184,10 @@ impl SideStream {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc::channel;
+    use std::thread;
+    use std::time::Duration;
+
     use burn::tensor::Tensor;
 
     use super::*;
@@ -185,32 +195,67 @@ mod tests {
     use crate::backend::primitive;
     use crate::ops::linear::linear;
 
-    /// If products waited for the stream, this would wait for ever.
+    /// Elements of a tensor that takes a kernel about 0.1 ms.
+    const MANY: usize = 1 << 26;
+
+    /// Products wait for the work that writes their inputs, but not for a stream that runs beside; later work waits for
+    /// that stream after its end.
     #[test]
     #[ignore = "needs a GPU"]
     fn products_go_on_beside_a_stream_that_waits() {
         let device = Default::default();
-        let x = Tensor::<Cuda, 3>::ones([1, 256, 64], &device);
         let weight = Tensor::<Cuda, 2>::ones([32, 64], &device);
-        let product = || linear(x.clone(), weight.clone(), None).sum().into_scalar();
-        let want = product();
-        assert_eq!(want, 256.0 * 64.0 * 32.0);
+        let large = Tensor::<Cuda, 1>::zeros([MANY], &device);
+        // The product's input is written last by work that takes longer than a launch.
+        let product = |value: u32| {
+            let x = (0..8).fold(large.clone(), |x, _| x + f64::from(value) / 8.0);
+            let x = x.slice([MANY - 256 * 64..MANY]).reshape([1, 256, 64]);
+            linear(x, weight.clone(), None).sum().into_scalar()
+        };
+        let want = |value: u32| (value * 256 * 64 * 32) as f32;
+        assert_eq!(product(1), want(1));
         let (waits, releases, gate) = (SideStream::new(0), SideStream::new(0), Mark::new());
+        let target = Tensor::<Cuda, 1>::zeros([MANY], &device);
+        let written = primitive(target.clone());
+        let resource = written.client.get_resource(written.handle.clone()).unwrap();
+        let at = resource.resource().ptr;
         // Loading a kernel may wait for all streams, so `write` is loaded first.
-        Mark::new().wait(&primitive(x.clone()), releases.stream);
-        waits.begin(&primitive(x.clone()));
+        Mark::new().wait(&written, releases.stream);
+
+        waits.begin(&written);
+        waits.run_beside();
         let from = cu::CUstreamWaitValue_flags_enum::CU_STREAM_WAIT_VALUE_GEQ as u32;
         // SAFETY: the number is in the memory of the stream's GPU, and lives as long as the process.
         let waiting = unsafe { cu::cuStreamWaitValue32_v2(waits.stream, gate.address, 1, from) };
         check("cuStreamWaitValue32", waiting);
-        waits.run_beside();
-        for _ in 0..3 {
-            assert_eq!(product(), want);
+        for _ in 0..8 {
+            // SAFETY: `target` has so many numbers.
+            let set = unsafe { cu::cuMemsetD32Async(at, 1f32.to_bits(), MANY, waits.stream) };
+            check("cuMemsetD32Async", set);
         }
-        // SAFETY: as above.
-        let written = unsafe { cu::cuStreamWriteValue32_v2(releases.stream, gate.address, 1, 0) };
-        check("cuStreamWriteValue32", written);
+        thread::scope(|scope| {
+            let (tell, told) = channel::<()>();
+            let address = gate.address;
+            // Opens the gate when it is told to, or when a product waits for the stream.
+            let opener = scope.spawn(move || {
+                let releases = releases;
+                let in_time = told.recv_timeout(Duration::from_secs(60)).is_ok();
+                // SAFETY: as above.
+                unsafe {
+                    check("cuCtxSetCurrent", cu::cuCtxSetCurrent(releases.context));
+                    let written = cu::cuStreamWriteValue32_v2(releases.stream, address, 1, 0);
+                    check("cuStreamWriteValue32", written);
+                }
+                in_time
+            });
+            for value in 2..5 {
+                assert_eq!(product(value), want(value));
+            }
+            tell.send(()).unwrap();
+            assert!(opener.join().unwrap(), "a product waited for the stream");
+        });
         waits.end();
-        assert_eq!(product(), want);
+        let last = target.slice([MANY - 4..MANY]).into_data().to_vec::<f32>().unwrap();
+        assert_eq!(last, [1.0; 4]);
     }
 }
