@@ -209,7 +209,7 @@ mod tests {
         // The product's input is written last by work that takes longer than a launch.
         let product = |value: u32| {
             let x = (0..8).fold(large.clone(), |x, _| x + f64::from(value) / 8.0);
-            let x = x.slice([MANY - 256 * 64..MANY]).reshape([1, 256, 64]);
+            let x = x.slice(MANY - 256 * 64..MANY).reshape([1, 256, 64]);
             linear(x, weight.clone(), None).sum().into_scalar()
         };
         let want = |value: u32| (value * 256 * 64 * 32) as f32;
@@ -255,7 +255,7 @@ mod tests {
             assert!(opener.join().unwrap(), "a product waited for the stream");
         });
         waits.end();
-        let last = target.slice([MANY - 4..MANY]).into_data().to_vec::<f32>().unwrap();
+        let last = target.slice(MANY - 4..MANY).into_data().to_vec::<f32>().unwrap();
         assert_eq!(last, [1.0; 4]);
     }
 }
