@@ -53,15 +53,15 @@ impl BlockActivations {
             elements += 4.0 * v;
         }
         if config.output_gate {
-            elements += 3.0 * inner;
+            elements += 2.0 * inner;
         }
         elements += extra.iter().map(projection).sum::<f64>();
         // The hidden layer before and after the activation.
         let ups = if config.mlp == MlpKind::Swiglu { 2.0 } else { 1.0 };
         elements += (ups + 1.0) * hidden;
-        // Those of q and k as attention takes them, and before a rotation or a norm; of the kind's own projections; of
-        // values before they were mixed with the first block's, and of these.
-        let mut attention_gradients = 2.0 * (q + k) + v + inner;
+        // Those of q and k as attention takes them, and before a rotation or a norm; of v, and of each view's outputs; of
+        // the kind's own projections; of values before they were mixed with the first block's, and of these.
+        let mut attention_gradients = 2.0 * (q + k) + v + attention.views() as f64 * inner;
         attention_gradients += extra.iter().map(|spec| spec.features as f64).sum::<f64>();
         if config.value_residual != ValueResidual::None && layer > 0 {
             attention_gradients += 2.0 * v;
