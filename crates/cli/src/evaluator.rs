@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use longwall_data::Tokenizer;
 use longwall_eval::memory::CallMemory;
 use longwall_eval::{
-    EvalError, Ranks, Report, RunContext, Silent, StopRequest, TrainedModel, write_index,
+    Discard, EvalError, IN_LOOP, Ranks, Report, RunContext, Silent, StopRequest, TrainedModel,
+    write_index,
 };
 use longwall_kernels::backend::OpBackend;
 use longwall_model::{LanguageModel, ModelConfig, Precision};
@@ -47,9 +48,6 @@ impl StopRequest for StopBetweenBatches<'_> {
     }
 }
 
-/// What the names of evaluations are followed by in the names of their folders.
-const STEP: &str = "-step-";
-
 fn name((suite, name): &NamedSuite) -> &str {
     name.as_deref().unwrap_or(suite.name())
 }
@@ -57,12 +55,12 @@ fn name((suite, name): &NamedSuite) -> &str {
 impl<B: OpBackend> LoopEvaluator<'_, B> {
     /// The folder of an evaluation after `step`.
     fn out_dir(&self, suite: &NamedSuite, step: u64) -> PathBuf {
-        self.folder.join(format!("{}{STEP}{step}", name(suite)))
+        self.folder.join(format!("{}{IN_LOOP}{step}", name(suite)))
     }
 
     /// The step in the name of a folder of one of the suites.
     fn step_of(&self, path: &Path) -> Option<u64> {
-        let (name_there, step) = path.file_name()?.to_str()?.rsplit_once(STEP)?;
+        let (name_there, step) = path.file_name()?.to_str()?.rsplit_once(IN_LOOP)?;
         self.suites.iter().find(|suite| name(suite) == name_there)?;
         step.parse().ok()
     }
@@ -92,7 +90,8 @@ impl<B: OpBackend> LoopEvaluator<'_, B> {
             checkpoint_step: Some(step),
             model_changes: change_of_weights(weights).into_iter().collect(),
             git_hash: git_hash(),
-            force: false,
+            // Samples of this step that were taken before the options changed.
+            discard: Discard::OtherSettings,
             held_out: Some(&held_out),
             progress: &Silent,
             stop: Some(&stop),
@@ -152,13 +151,6 @@ impl<B: OpBackend> Evaluator<B> for LoopEvaluator<'_, B> {
             if context.ranks.of_first(there)? {
                 return Ok(None);
             }
-            let report = longwall_eval::run_on_rank(&suite.0, &mut model, &context);
-            // Samples of this step that were taken before the options changed.
-            let others = matches!(report, Err(EvalError::OtherSettings { .. }));
-            if !context.ranks.of_first(others)? {
-                return report;
-            }
-            let context = RunContext { force: true, ..context };
             longwall_eval::run_on_rank(&suite.0, &mut model, &context)
         });
         match report {

@@ -76,7 +76,7 @@ impl Rows {
     }
 
     /// Whether a row begins with its document.
-    pub(crate) fn are_documents(self) -> bool {
+    pub fn are_documents(self) -> bool {
         matches!(self, Rows::Documents | Rows::CutDocuments)
     }
 

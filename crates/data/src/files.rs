@@ -1,16 +1,21 @@
 //! Atomic writes: no reader ever sees a partial file, and no crash leaves one. Reads at an offset.
 
+use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// Writes `bytes` to a temporary file beside `path`, flushes it to disk, and renames it.
+/// The end of a temporary file's name.
+const TEMPORARY: &str = ".tmp";
+
+/// Writes `bytes` to a temporary file beside `path`, flushes it to disk, and renames it. Another process may write the same
+/// path: its temporary file has another name, and one of them is whole at `path`.
 ///
 /// # Errors
 /// The system's error; the temporary file is then removed.
 pub fn write_atomically(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let temporary = with_suffix(path, ".tmp");
+    let temporary = with_suffix(path, &format!(".{}{TEMPORARY}", std::process::id()));
     let write = || {
         let mut file = File::create(&temporary)?;
         file.write_all(bytes)?;
@@ -23,9 +28,15 @@ pub fn write_atomically(path: &Path, bytes: &[u8]) -> io::Result<()> {
     })
 }
 
+/// Whether a file of this name may be one that [`write_atomically`] had not finished when its process was killed.
+pub fn is_temporary(name: &OsStr) -> bool {
+    name.as_encoded_bytes().ends_with(TEMPORARY.as_bytes())
+}
+
 /// `path` with `suffix` appended to its last component.
 pub fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
+    // Without a slash at its end.
+    let mut name = path.components().as_path().as_os_str().to_owned();
     name.push(suffix);
     PathBuf::from(name)
 }

@@ -80,8 +80,6 @@ fn prepare_inputs(
 ) -> Result<PrepareReport, DataError> {
     let started = Instant::now();
     let made_folder = !options.out.exists();
-    std::fs::create_dir_all(&options.out)
-        .map_err(|source| DataError::write(&options.out, source))?;
     let lock = Lock::take(&options.out)?;
     let journal = Journal::new(&options.out);
     if let Some(manifest) = Manifest::read(&options.out)? {
@@ -239,8 +237,8 @@ fn listing(inputs: &Inputs) -> String {
     hex(&sha.finalize())
 }
 
-/// Locks a folder, waiting for another process that holds the lock. The ranks of a distributed run
-/// all open the loader: one of them prepares, and the others find the result.
+/// Locks a folder, waiting for another process that holds the lock, and creates it if it is missing. The ranks of a
+/// distributed run all open the loader: one of them prepares, and the others find the result.
 struct Lock {
     path: PathBuf,
     _file: File,
@@ -250,26 +248,45 @@ impl Lock {
     fn take(folder: &Path) -> Result<Self, DataError> {
         let path = folder.join(".lock");
         let fail = |source| DataError::write(&path, source);
-        let file = File::create(&path).map_err(fail)?;
-        if file.try_lock().is_err() {
-            tracing::info!(folder = %folder.display(), "another process prepares this folder; waiting for it");
-            match file.lock() {
-                Err(error) if error.kind() == std::io::ErrorKind::Unsupported => {
-                    tracing::warn!(folder = %folder.display(), "the file system has no locks; let one process prepare at a time");
+        loop {
+            std::fs::create_dir_all(folder).map_err(|source| DataError::write(folder, source))?;
+            let file = File::create(&path).map_err(fail)?;
+            if file.try_lock().is_err() {
+                tracing::info!(folder = %folder.display(), "another process prepares this folder; waiting for it");
+                match file.lock() {
+                    Err(error) if error.kind() == std::io::ErrorKind::Unsupported => {
+                        tracing::warn!(folder = %folder.display(), "the file system has no locks; let one process prepare at a time");
+                    }
+                    result => result.map_err(fail)?,
                 }
-                result => result.map_err(fail)?,
+            }
+            // The other process may have removed the file that it had locked, and a third may hold a new one.
+            if is_file_at(&file, &path) {
+                return Ok(Lock { path, _file: file });
             }
         }
-        Ok(Lock { path, _file: file })
     }
 
-    /// Removes the lock file once the folder has its manifest: a process that waited for the lock looks
-    /// for the manifest first.
+    /// Removes the lock file.
     fn release(self) {
         if let Err(error) = std::fs::remove_file(&self.path) {
             tracing::debug!(%error, path = %self.path.display(), "the lock's file stays behind");
         }
     }
+}
+
+/// Whether `path` names the open `file`.
+#[cfg(unix)]
+fn is_file_at(file: &File, path: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    let id = |metadata: &std::fs::Metadata| (metadata.dev(), metadata.ino());
+    matches!((&file.metadata(), &path.metadata()), (Ok(open), Ok(named)) if id(open) == id(named))
+}
+
+/// Whether `path` names the open `file`: a file that is open stays.
+#[cfg(not(unix))]
+fn is_file_at(_file: &File, _path: &Path) -> bool {
+    true
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! `index.json`: the finished evaluations of a run, in the folder that holds theirs.
 
 use std::collections::BTreeMap;
-use std::fs;
+use std::fs::{self, File};
 use std::path::Path;
 
 use serde::Serialize;
@@ -12,6 +12,9 @@ use crate::{EvalError, Report};
 
 /// The name of the index in a run's folder of evaluations.
 const INDEX: &str = "index.json";
+
+/// Between the name of an evaluation in the training loop and its step, in the name of its folder.
+pub const IN_LOOP: &str = "-step-";
 
 /// One evaluation in the index.
 #[derive(Serialize)]
@@ -28,11 +31,14 @@ struct Entry {
 }
 
 /// Writes `index.json` into `folder`: the name, suite, checkpoint, samples and headline of every finished
-/// evaluation there, by name. Folders without a readable `results.json` are left out.
+/// evaluation there, by name. Folders without a readable `results.json` are left out. Processes that call it at a time wait
+/// for each other, so that the last one lists all.
 ///
 /// # Errors
 /// [`EvalError::Io`] when the folder cannot be read or written.
 pub fn write_index(folder: &Path) -> Result<(), EvalError> {
+    // A file system without locks does without.
+    let _lock = File::open(folder).and_then(|lock| lock.lock().map(|()| lock));
     let mut entries = Vec::new();
     for entry in fs::read_dir(folder).map_err(EvalError::read(folder))? {
         let entry = entry.map_err(EvalError::read(folder))?;

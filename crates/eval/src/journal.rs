@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 
 use crate::EvalError;
 use crate::files::{create_dir, remove, write_atomically};
-use crate::suite::{Outcome, Request, Trial};
+use crate::suite::{Discard, Outcome, Request, Trial};
 
 /// A line of `samples.jsonl`.
 #[derive(Serialize)]
@@ -64,13 +64,13 @@ pub(crate) struct Journal {
 }
 
 impl Journal {
-    /// Opens the folder's samples: none yet, or those of an earlier run with the same `settings`. Also returns the ids
-    /// of the trials that are done.
+    /// Opens the folder's samples: none yet, or those of an earlier run with the same `settings`; `discard` says which are
+    /// removed. Also returns the ids of the trials that are done.
     pub(crate) fn open(
         folder: &Path,
         settings: &Value,
         git_hash: Option<&str>,
-        force: bool,
+        discard: Discard,
     ) -> Result<(Self, HashSet<u64>), EvalError> {
         create_dir(folder)?;
         let path = folder.join("samples.jsonl");
@@ -92,41 +92,57 @@ impl Journal {
             file,
             git_hash: git_hash.map(str::to_string),
         };
-        journal.ensure_settings(settings, force)?;
+        journal.ensure_settings(settings, discard)?;
         let done = journal.recover()?;
         Ok((journal, done))
     }
 
     /// Ensures that any samples in the folder were taken with `settings`.
-    fn ensure_settings(&mut self, settings: &Value, force: bool) -> Result<(), EvalError> {
+    fn ensure_settings(&mut self, settings: &Value, discard: Discard) -> Result<(), EvalError> {
         let path = self.folder.join("settings.json");
-        if force {
-            self.file.set_len(0).map_err(EvalError::write(&self.path))?;
-            remove(&self.folder.join("results.json"))?;
-            remove(&path)?;
+        if discard == Discard::All {
+            self.clear()?;
         }
-        if path.exists() {
-            return self.check_settings(&path, settings);
-        }
-        let length = self.file.metadata().map_err(EvalError::read(&self.path))?.len();
-        if length > 0 {
-            return Err(EvalError::OtherSettings {
-                folder: self.folder.clone(),
-                differences: vec!["  samples.jsonl is there without settings.json".to_string()],
-            });
+        match self.check_settings(&path, settings) {
+            Err(EvalError::OtherSettings { folder, differences })
+                if discard == Discard::OtherSettings =>
+            {
+                let (folder, differences) = (folder.display(), differences.join("\n"));
+                tracing::warn!(
+                    "{folder}: samples with other settings are discarded:\n{differences}"
+                );
+                self.clear()?;
+            }
+            Ok(false) => {}
+            there => return there.map(drop),
         }
         let written = json!({ "git_hash": self.git_hash, "settings": settings });
         let json = serde_json::to_string_pretty(&written).expect("settings are plain data");
         write_atomically(&path, (json + "\n").as_bytes())
     }
 
-    /// Compares the settings on disk with the current ones. The commit may differ: then the report names
-    /// the one at which sampling began.
-    fn check_settings(&mut self, path: &Path, now: &Value) -> Result<(), EvalError> {
+    /// Removes the samples and the results, the settings last.
+    fn clear(&self) -> Result<(), EvalError> {
+        remove(&self.folder.join("results.json"))?;
+        self.file.set_len(0).map_err(EvalError::write(&self.path))?;
+        remove(&self.folder.join("settings.json"))
+    }
+
+    /// Compares the settings on disk, if there are any, with the current ones. The commit may differ: then the report
+    /// names the one at which sampling began. Returns whether there are settings.
+    fn check_settings(&mut self, path: &Path, now: &Value) -> Result<bool, EvalError> {
         #[derive(Deserialize)]
         struct Written {
             git_hash: Option<String>,
             settings: Value,
+        }
+        if !path.exists() {
+            let length = self.file.metadata().map_err(EvalError::read(&self.path))?.len();
+            let differences = vec!["  samples.jsonl is there without settings.json".to_string()];
+            return match length {
+                0 => Ok(false),
+                _ => Err(EvalError::OtherSettings { folder: self.folder.clone(), differences }),
+            };
         }
         let text = std::fs::read_to_string(path).map_err(EvalError::read(path))?;
         let then: Written = serde_json::from_str(&text).map_err(|error| EvalError::Damaged {
@@ -148,7 +164,7 @@ impl Journal {
             );
             self.git_hash = then.git_hash;
         }
-        Ok(())
+        Ok(true)
     }
 
     /// The commit at which sampling began.

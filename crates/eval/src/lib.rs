@@ -34,7 +34,7 @@ pub mod suites;
 mod text;
 
 pub use error::EvalError;
-pub use index::write_index;
+pub use index::{IN_LOOP, write_index};
 pub use language_model::TrainedModel;
 pub use model::{EvalModel, LogLikelihood};
 pub use options::{SamplingOptions, SuiteOptions};
@@ -45,7 +45,7 @@ pub use presets::{Preset, Summary, SummaryRow};
 pub use ranks::{Exchange, Ranks};
 pub use report::{Report, Score, TextTable, TokenizerReport};
 pub use suite::{
-    Answer, HeldOut, Inspection, ModelCall, OpenContext, Outcome, Progress, ProgressUpdate,
-    Request, RunContext, Scoring, Silent, StopRequest, Suite, Trial,
+    Answer, Discard, HeldOut, Inspection, ModelCall, OpenContext, Outcome, Progress,
+    ProgressUpdate, Request, RunContext, Scoring, Silent, StopRequest, Suite, Trial,
 };
 pub use suites::{SuiteConfig, check, run, run_on_rank};

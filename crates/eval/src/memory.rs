@@ -1,6 +1,5 @@
 //! The memory that a model's calls need at least.
 
-use longwall_model::config::MlpKind;
 use longwall_model::{ModelConfig, Precision, cost};
 
 /// A lower bound of the memory that calls of a model need, besides its weights.
@@ -24,7 +23,7 @@ impl CallMemory {
     /// of every layer: keys and values, or a recurrent state. Scores, norms and copies come on top.
     pub fn least(&self, rows: usize, tokens: usize, generates: bool) -> u64 {
         let config = &self.config;
-        let hidden = config.mlp_hidden() * if config.mlp == MlpKind::Swiglu { 2 } else { 1 };
+        let hidden = config.mlp_hidden() * config.mlp.up_projections();
         let heads = |layer| {
             let shape = config.attention_shape(layer);
             cost::channels(config.attention_of(layer), &shape).iter().sum::<usize>()
@@ -49,6 +48,8 @@ pub(crate) fn show_bytes(bytes: u64) -> String {
 
 #[cfg(test)]
 mod tests {
+    use longwall_model::config::MlpKind;
+
     use super::*;
 
     #[test]

@@ -38,7 +38,7 @@ impl Default for SamplingOptions {
 
 impl SamplingOptions {
     /// The keys that affect only a suite's speed, not its samples.
-    pub(crate) const SPEED_KEYS: [&str; 2] = ["batch", "batch_tokens"];
+    pub const SPEED_KEYS: [&str; 2] = ["batch", "batch_tokens"];
 
     /// Records every option that is out of range; `suite` is the suite's name.
     pub(crate) fn validate(&self, suite: &str, problems: &mut Problems) {

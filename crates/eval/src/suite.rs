@@ -310,6 +310,17 @@ pub struct Scoring {
     pub shared: Map<String, Value>,
 }
 
+/// Which earlier evaluation in the folder is discarded; any other is continued, or scored again if it is finished.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Discard {
+    /// None: one with other settings is an error.
+    Nothing,
+    /// One with other settings.
+    OtherSettings,
+    /// Any.
+    All,
+}
+
 /// The run to evaluate, where the results go, and who receives the progress.
 pub struct RunContext<'a> {
     /// The folder of this suite's files, for example `runs/wall/eval/passkey`.
@@ -322,8 +333,8 @@ pub struct RunContext<'a> {
     pub model_changes: Vec<String>,
     /// The git commit of the working tree, if there is one.
     pub git_hash: Option<String>,
-    /// Discard the folder's earlier evaluation.
-    pub force: bool,
+    /// What becomes of an earlier evaluation in the folder.
+    pub discard: Discard,
     /// The run's held-out text, if it has any.
     pub held_out: Option<&'a dyn HeldOut>,
     /// Receives the progress.

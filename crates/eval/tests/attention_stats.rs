@@ -7,7 +7,9 @@ use burn::tensor::{Int, Tensor, TensorData};
 use longwall_data::{Tokenizer, TokenizerConfig};
 use longwall_eval::memory::CallMemory;
 use longwall_eval::suites::attention_stats::{AttentionStatsOptions, TextWeights};
-use longwall_eval::{EvalError, Ranks, Report, RunContext, Silent, SuiteConfig, TrainedModel, run};
+use longwall_eval::{
+    Discard, EvalError, Ranks, Report, RunContext, Silent, SuiteConfig, TrainedModel, run,
+};
 use longwall_kernels::attention::probe::{Metric, Observation, PRUNED_FRACTION};
 use longwall_kernels::attention::rowwise::sparsity;
 use longwall_kernels::attention::{retention, weights};
@@ -254,7 +256,7 @@ fn evaluate_layers(
         checkpoint_step: None,
         model_changes: vec![],
         git_hash: None,
-        force,
+        discard: if force { Discard::All } else { Discard::Nothing },
         held_out: Some(&held_out),
         progress: &Silent,
         stop: None,

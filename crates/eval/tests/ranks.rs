@@ -7,7 +7,7 @@ use std::sync::{Barrier, Mutex};
 use longwall_eval::suites::extrapolate::ExtrapolateOptions;
 use longwall_eval::suites::passkey::PasskeyOptions;
 use longwall_eval::{
-    EvalError, HeldOut, Ranks, Report, RunContext, SamplingOptions, Silent, SuiteConfig,
+    Discard, EvalError, HeldOut, Ranks, Report, RunContext, SamplingOptions, Silent, SuiteConfig,
     SuiteOptions, run_on_rank,
 };
 
@@ -53,7 +53,7 @@ fn evaluate_on(
             checkpoint_step: Some(100),
             model_changes: vec![],
             git_hash: None,
-            force: false,
+            discard: Discard::Nothing,
             held_out: Some(&text as &dyn HeldOut),
             progress: &Silent,
             stop: Some(&*stop),
@@ -180,7 +180,7 @@ fn a_rank_that_is_lost_ends_the_evaluation() {
         checkpoint_step: None,
         model_changes: vec![],
         git_hash: None,
-        force: false,
+        discard: Discard::Nothing,
         held_out: None,
         progress: &Silent,
         stop: None,

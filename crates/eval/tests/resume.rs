@@ -5,10 +5,10 @@ use std::path::Path;
 
 use std::sync::Mutex;
 
-use crate::common::{FakeModel, evaluate, evaluate_with, files, passkey};
+use crate::common::{FakeModel, evaluate, evaluate_discarding, evaluate_with, files, passkey};
 use longwall_eval::suites::passkey::PasskeyOptions;
 use longwall_eval::{
-    EvalError, Progress, ProgressUpdate, Ranks, RunContext, SamplingOptions, SuiteConfig,
+    Discard, EvalError, Progress, ProgressUpdate, Ranks, RunContext, SamplingOptions, SuiteConfig,
     SuiteOptions, run,
 };
 
@@ -114,6 +114,32 @@ fn other_settings_are_refused_without_force() {
     assert_eq!(report.samples, 6);
 }
 
+/// An interrupted evaluation goes on with the same settings, and begins again with others.
+#[test]
+fn samples_with_other_settings_are_discarded_on_request() {
+    let dir = tempfile::tempdir().unwrap();
+    let evaluate = |trials: usize, stop_after: Option<usize>| {
+        let mut options = options();
+        options.own.trials = trials;
+        let mut model = FakeModel { stop_after, ..model() };
+        let config = SuiteConfig::Passkey(options);
+        let discard = Discard::OtherSettings;
+        let result = evaluate_discarding(&config, &mut model, dir.path(), discard, None);
+        (result, model.calls.iter().map(|call| call.0).sum::<usize>())
+    };
+    let (stopped, taken) = evaluate(40, Some(3));
+    assert!(matches!(stopped, Err(EvalError::Stopped { .. })) && taken < 80, "{taken}");
+    let (report, rest) = evaluate(40, None);
+    assert_eq!((report.unwrap().samples, taken + rest), (80, 80));
+    let (stopped, taken) = evaluate(30, Some(2));
+    assert!(matches!(stopped, Err(EvalError::Stopped { .. })) && taken < 60, "{taken}");
+    assert!(!dir.path().join("results.json").exists());
+    let (report, rest) = evaluate(30, None);
+    assert_eq!((report.unwrap().samples, taken + rest), (60, 60));
+    let (report, again) = evaluate(3, None);
+    assert_eq!((report.unwrap().samples, again), (6, 6));
+}
+
 #[test]
 fn another_checkpoint_or_tokenizer_is_other_settings() {
     let dir = tempfile::tempdir().unwrap();
@@ -204,7 +230,7 @@ fn progress_counts_what_was_there_before() {
         checkpoint_step: Some(100),
         model_changes: vec![],
         git_hash: Some("a later commit".to_string()),
-        force: false,
+        discard: Discard::Nothing,
         held_out: None,
         progress: &record,
         stop: None,

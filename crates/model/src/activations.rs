@@ -2,7 +2,7 @@
 
 use longwall_kernels::attention::{Kernel, ProjectionSpec};
 
-use crate::config::{MlpKind, ModelConfig, NormPosition, ValueResidual};
+use crate::config::{ModelConfig, NormPosition, ValueResidual};
 use crate::cost::{channels, shifted};
 
 /// Bytes per token that one block keeps for its backward pass, where kernels save what they need and no more.
@@ -57,7 +57,7 @@ impl BlockActivations {
         }
         elements += extra.iter().map(projection).sum::<f64>();
         // The hidden layer before and after the activation.
-        let ups = if config.mlp == MlpKind::Swiglu { 2.0 } else { 1.0 };
+        let ups = config.mlp.up_projections() as f64;
         elements += (ups + 1.0) * hidden;
         // Those of q and k as attention takes them, and before a rotation or a norm; of v, and of each view's outputs; of
         // the kind's own projections; of values before they were mixed with the first block's, and of these.

@@ -2,9 +2,7 @@
 
 use longwall_kernels::attention::{AttentionConfig, AttentionShape, ProjectionSpec};
 
-use crate::config::{
-    KindLayers, MlpKind, ModelConfig, NormKind, NormPosition, Positions, ValueResidual,
-};
+use crate::config::{KindLayers, ModelConfig, NormKind, NormPosition, Positions, ValueResidual};
 use crate::layers::CONV_TAPS;
 
 /// Number of parameters, by part.
@@ -98,12 +96,12 @@ fn attention_parameters(config: &ModelConfig, layer: usize) -> usize {
 }
 
 fn mlp_matrices(config: &ModelConfig) -> usize {
-    if config.mlp == MlpKind::Swiglu { 3 } else { 2 }
+    config.mlp.up_projections() + 1
 }
 
 fn mlp_parameters(config: &ModelConfig) -> usize {
     let (width, hidden) = (config.width, config.mlp_hidden());
-    let ups = mlp_matrices(config) - 1;
+    let ups = config.mlp.up_projections();
     let shift = if config.token_shift { width } else { 0 };
     ups * linear(width, hidden, config.bias) + linear(hidden, width, config.bias) + shift
 }

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::{self, BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
-use longwall_eval::{Report, Score, stats::Estimate};
+use longwall_eval::{IN_LOOP, Report, SamplingOptions, Score, stats::Estimate};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -47,7 +47,7 @@ pub(crate) fn load(dir: &Path) -> Result<Vec<Evaluation>, ReportError> {
 impl Evaluation {
     fn new(folder: PathBuf, report: Report) -> Self {
         let whole = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let suffix = report.checkpoint_step.map(|step| format!("-step-{step}"));
+        let suffix = report.checkpoint_step.map(|step| format!("{IN_LOOP}{step}"));
         let stem = suffix.and_then(|suffix| whole.strip_suffix(&suffix));
         let (name, in_loop) = match stem {
             Some(stem) => (stem.to_owned(), report.checkpoint_step),
@@ -62,8 +62,7 @@ impl Evaluation {
             let report = &evaluation.report;
             let mut options = report.config.clone();
             if let Some(options) = options.as_object_mut() {
-                // These change the speed alone.
-                ["batch", "batch_tokens"].iter().for_each(|key| drop(options.remove(*key)));
+                SamplingOptions::SPEED_KEYS.iter().for_each(|key| drop(options.remove(*key)));
             }
             let (resolved, tokenizer) = (report.resolved.clone(), report.tokenizer.clone());
             (report.suite.clone(), report.suite_version, options, resolved, report.seed, tokenizer)

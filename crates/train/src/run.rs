@@ -1,7 +1,10 @@
 //! The training loop, in the order in which data flows: loader, batch, forward and backward, clip,
 //! optimiser, metrics, validation, samples, checkpoint, evaluations.
 
+mod begin;
+mod data;
 mod events;
+mod micro_batches;
 mod model;
 mod opened;
 mod origin;
@@ -30,11 +33,11 @@ use crate::gradients::clip_factor;
 use crate::metrics::{self, ValidationRecord};
 use crate::signals::StopFlag;
 use crate::timeline::OpenStage;
+pub(crate) use micro_batches::default_micro_batch;
 pub use origin::Source;
 use recorder::StepFacts;
 pub use recorder::peak_resident_bytes;
 use setup::Run;
-pub(crate) use setup::default_micro_batch;
 
 /// How a run starts.
 #[derive(Clone, Debug, PartialEq, Eq)]

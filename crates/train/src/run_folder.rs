@@ -30,8 +30,8 @@ const OURS: [&str; 12] = [
     CONFIG_FILE,
 ];
 
-/// What a process may leave in the folder that was killed before the run began.
-const BEFORE_A_RUN: [&str; 4] = [LOCK_FILE, LOG_FILE, ORIGIN_FILE, "config.toml.tmp"];
+/// What a process may leave in the folder that was killed before the run began, besides temporary files.
+const BEFORE_A_RUN: [&str; 3] = [LOCK_FILE, LOG_FILE, ORIGIN_FILE];
 
 /// Why a run folder cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -155,7 +155,8 @@ impl RunFolder {
         let mut taken = false;
         for entry in entries {
             let name = entry.map_err(io)?.file_name();
-            taken |= BEFORE_A_RUN.iter().all(|before| name != *before);
+            let before = BEFORE_A_RUN.iter().any(|before| name == *before);
+            taken |= !before && !files::is_temporary(&name);
         }
         if taken && !force {
             return Err(RunFolderError::Exists { path: path.to_owned() });

@@ -9,8 +9,8 @@ use longwall_config::{Problems, culprit};
 use longwall_data::{Loader, Rows, Split, Tokenizer};
 use longwall_eval::memory::CallMemory;
 use longwall_eval::{
-    EvalError, HeldOut, Preset, Ranks, Report, RunContext, Silent, StopRequest, SuiteConfig,
-    Summary, TrainedModel, write_index,
+    Discard, EvalError, HeldOut, Preset, Ranks, Report, RunContext, Silent, StopRequest,
+    SuiteConfig, Summary, TrainedModel, write_index,
 };
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::OnDevice;
@@ -29,9 +29,13 @@ pub struct Args {
     #[command(flatten)]
     run: RunArgs,
 
-    /// Discard the results of an earlier evaluation with other settings
+    /// Discard the samples and results of an earlier evaluation
     #[arg(long, global = true)]
     force: bool,
+
+    /// Discard them if they were taken with other settings; otherwise go on from them
+    #[arg(long, global = true, conflicts_with = "force")]
+    force_if_changed: bool,
 
     /// Name of the results' folder in RUN/eval, to keep several evaluations of one suite [default: the
     /// suite's name]
@@ -110,13 +114,17 @@ pub fn run(args: Args) -> Result<()> {
 }
 
 fn evaluate_and_print(args: Args, run: OpenRun, ranks: Ranks<'_>, stop: &StopFlag) -> Result<()> {
-    let replace = if args.force { DiscardResults::All } else { DiscardResults::Nothing };
+    let discard = match (args.force, args.force_if_changed) {
+        (true, _) => Discard::All,
+        (false, true) => Discard::OtherSettings,
+        (false, false) => Discard::Nothing,
+    };
     let suite = match args.what {
         What::List => unreachable!("needs no run"),
-        What::All { preset } => return run_all(run, preset, replace, args.json, ranks, stop),
+        What::All { preset } => return run_all(run, preset, discard, args.json, ranks, stop),
         What::Suite(suite) => suite,
     };
-    for report in evaluate(run, &[(suite, args.out)], replace, ranks, stop)? {
+    for report in evaluate(run, &[(suite, args.out)], discard, ranks, stop)? {
         print(&report, args.json)?;
     }
     Ok(())
@@ -150,7 +158,7 @@ fn list(json: bool) -> Result<()> {
 fn run_all(
     run: OpenRun,
     preset: Preset,
-    replace: DiscardResults,
+    discard: Discard,
     json: bool,
     ranks: Ranks<'_>,
     stop: &StopFlag,
@@ -171,7 +179,7 @@ fn run_all(
     let folder = run.dir.join("eval");
     let suites: Vec<NamedSuite> =
         preset.suites().into_iter().map(|(suite, name)| (suite, Some(name))).collect();
-    evaluate_each(run, &suites, replace, ranks, stop, &mut |(suite, name), result| {
+    evaluate_each(run, &suites, discard, ranks, stop, &mut |(suite, name), result| {
         use EvalError::{Lost, Stopped, StoppedEarly};
         if let Err(error @ (Stopped { .. } | StoppedEarly { .. } | Lost { .. })) = result {
             return Err(error.into());
@@ -220,28 +228,17 @@ fn folder_name(name: &str) -> Result<String, String> {
 /// A suite, and the name of its results' folder if it is not the suite's own.
 pub type NamedSuite = (SuiteConfig, Option<String>);
 
-/// Which results of an earlier evaluation are discarded.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DiscardResults {
-    /// None: other settings are an error.
-    Nothing,
-    /// Those of other checkpoints of the run.
-    OtherCheckpoints,
-    /// All.
-    All,
-}
-
 /// Runs suites on a checkpoint; their files go to `eval/SUITE/` or `eval/NAME/` in the run's folder, and
 /// `eval/index.json` lists them. Rank 0 returns the reports.
 pub fn evaluate(
     run: OpenRun,
     suites: &[NamedSuite],
-    replace: DiscardResults,
+    discard: Discard,
     ranks: Ranks<'_>,
     stop: &StopFlag,
 ) -> Result<Vec<Report>> {
     let mut reports = Vec::with_capacity(suites.len());
-    evaluate_each(run, suites, replace, ranks, stop, &mut |_, result| {
+    evaluate_each(run, suites, discard, ranks, stop, &mut |_, result| {
         reports.extend(result?);
         Ok(())
     })?;
@@ -255,7 +252,7 @@ type Sink<'a> = dyn FnMut(&NamedSuite, Result<Option<Report>, EvalError>) -> Res
 fn evaluate_each(
     run: OpenRun,
     suites: &[NamedSuite],
-    replace: DiscardResults,
+    discard: Discard,
     ranks: Ranks<'_>,
     stop: &StopFlag,
     sink: &mut Sink<'_>,
@@ -263,7 +260,7 @@ fn evaluate_each(
     struct Evaluate<'a, 's>(
         OpenRun,
         &'a [NamedSuite],
-        DiscardResults,
+        Discard,
         Ranks<'a>,
         &'a StopFlag,
         &'a mut Sink<'s>,
@@ -271,11 +268,11 @@ fn evaluate_each(
     impl OnDevice for Evaluate<'_, '_> {
         type Output = Result<()>;
         fn run<B: OpBackend>(self, device: B::Device) -> Self::Output {
-            let Evaluate(run, suites, replace, ranks, stop, sink) = self;
-            evaluate_on::<B>(&run, suites, replace, (ranks, stop), sink, device)
+            let Evaluate(run, suites, discard, ranks, stop, sink) = self;
+            evaluate_on::<B>(&run, suites, discard, (ranks, stop), sink, device)
         }
     }
-    run.compute.clone().run(Evaluate(run, suites, replace, ranks, stop, sink))
+    run.compute.clone().run(Evaluate(run, suites, discard, ranks, stop, sink))
 }
 
 /// A [`StopFlag`] as evaluations see it.
@@ -294,7 +291,7 @@ impl StopRequest for StopEvaluation<'_> {
 fn evaluate_on<B: OpBackend>(
     run: &OpenRun,
     suites: &[NamedSuite],
-    replace: DiscardResults,
+    discard: Discard,
     (ranks, stop): (Ranks<'_>, &StopFlag),
     sink: &mut Sink<'_>,
     device: B::Device,
@@ -311,20 +308,13 @@ fn evaluate_on<B: OpBackend>(
     let folder = run.dir.join("eval");
     let mut evaluate = |(suite, name): &NamedSuite| {
         let out_dir = folder.join(name.as_deref().unwrap_or(suite.name()));
-        let step = run.checkpoint.state.step;
-        let force = match replace {
-            DiscardResults::Nothing => false,
-            DiscardResults::OtherCheckpoints => Report::load(&out_dir.join("results.json"))
-                .is_ok_and(|old| old.checkpoint_step != Some(step)),
-            DiscardResults::All => true,
-        };
         let context = RunContext {
             out_dir,
             run: config.run.name.clone(),
-            checkpoint_step: Some(step),
+            checkpoint_step: Some(run.checkpoint.state.step),
             model_changes: run.changes.clone(),
             git_hash: git_hash(),
-            force,
+            discard,
             held_out: Some(&held_out),
             progress: if ranks.is_first() { &progress } else { &Silent },
             stop: Some(&stop),

@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 use longwall_config::shell_quoted;
 use longwall_data::{NoProgress, Progress};
-use longwall_eval::SuiteConfig;
+use longwall_eval::{Discard, SuiteConfig};
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::{OnDevice, keep_kernels};
 use longwall_model::{Positions, Precision};
@@ -22,7 +22,7 @@ use longwall_train::run::{Outcome, RunStart, Source, TrainOptions, train_as_rank
 use longwall_train::signals::StopFlag;
 use longwall_train::{console, run_folder};
 
-use super::eval::{DiscardResults, NamedSuite, evaluate, suites_in_the_loop, suites_of};
+use super::eval::{NamedSuite, evaluate, suites_in_the_loop, suites_of};
 use super::plot::draw_run;
 use crate::context::{DeviceArg, open_run};
 use crate::evaluator::LoopEvaluator;
@@ -346,12 +346,12 @@ fn evaluate_after(
     for group in weights.chunk_by(|a, b| a == b) {
         let suites = &suites[first..first + group.len()];
         first += group.len();
-        // Replaces results of an earlier last checkpoint, if the run was extended.
-        let replace = DiscardResults::OtherCheckpoints;
+        // Replaces those of an earlier last checkpoint, if the run was extended.
+        let discard = Discard::OtherSettings;
         let reports = ranks::together(rank, |ranks| {
             let (device, environment) = (Some(config.run.device), rank.map(|(x, _)| x));
             let run = open_run(run_dir, CheckpointSelector::Latest, device, environment)?;
-            evaluate(run.with_weights(group[0])?, suites, replace, ranks, stop)
+            evaluate(run.with_weights(group[0])?, suites, discard, ranks, stop)
         })?;
         for report in reports {
             println!("{report}");

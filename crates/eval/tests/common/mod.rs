@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use longwall_data::{Tokenizer, TokenizerConfig};
 use longwall_eval::{
-    EvalError, EvalModel, HeldOut, LogLikelihood, Ranks, Report, RunContext, Silent, SuiteConfig,
-    run,
+    Discard, EvalError, EvalModel, HeldOut, LogLikelihood, Ranks, Report, RunContext, Silent,
+    SuiteConfig, run,
 };
 use longwall_kernels::attention::probe::{Metric, Observation};
 use longwall_model::layers::LayerWeights;
@@ -244,6 +244,18 @@ pub fn evaluate_with(
     force: bool,
     held_out: Option<&dyn HeldOut>,
 ) -> Result<Report, EvalError> {
+    let discard = if force { Discard::All } else { Discard::Nothing };
+    evaluate_discarding(config, model, dir, discard, held_out)
+}
+
+/// As [`evaluate_with`], for any choice of what is discarded.
+pub fn evaluate_discarding(
+    config: &SuiteConfig,
+    model: &mut FakeModel,
+    dir: &Path,
+    discard: Discard,
+    held_out: Option<&dyn HeldOut>,
+) -> Result<Report, EvalError> {
     let stop = Arc::clone(&model.stop);
     stop.store(false, Ordering::Relaxed);
     run(
@@ -255,7 +267,7 @@ pub fn evaluate_with(
             checkpoint_step: Some(100),
             model_changes: vec![],
             git_hash: Some("0123abc".to_string()),
-            force,
+            discard,
             held_out,
             progress: &Silent,
             stop: Some(&*stop),

@@ -27,6 +27,50 @@ pub enum Arch {
     Rwkv7,
 }
 
+/// What keys are that a configuration leaves out.
+struct ArchDefaults {
+    mlp: MlpKind,
+    norm: NormKind,
+    embedding_norm: bool,
+    /// Also with `bias = false`.
+    norm_bias: bool,
+    tie_embeddings: bool,
+    token_shift: bool,
+    value_residual: ValueResidual,
+}
+
+impl Arch {
+    fn defaults(self) -> ArchDefaults {
+        let gpt2 = ArchDefaults {
+            mlp: MlpKind::Gelu,
+            norm: NormKind::LayerNorm,
+            embedding_norm: false,
+            norm_bias: false,
+            tie_embeddings: true,
+            token_shift: false,
+            value_residual: ValueResidual::None,
+        };
+        match self {
+            Arch::Gpt2 => gpt2,
+            Arch::Llama => ArchDefaults {
+                mlp: MlpKind::Swiglu,
+                norm: NormKind::RmsNorm,
+                tie_embeddings: false,
+                ..gpt2
+            },
+            Arch::Rwkv7 => ArchDefaults {
+                mlp: MlpKind::ReluSquared,
+                embedding_norm: true,
+                norm_bias: true,
+                tie_embeddings: false,
+                token_shift: true,
+                value_residual: ValueResidual::Gated,
+                ..gpt2
+            },
+        }
+    }
+}
+
 /// Where the norms of a block are. Below, f is attention or MLP.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -65,6 +109,16 @@ pub enum MlpKind {
     ReluSquared,
     /// W₃ (SiLU(W₁ x) ⊙ W₂ x).
     Swiglu,
+}
+
+impl MlpKind {
+    /// Matrices from the residual stream to the hidden layer.
+    pub fn up_projections(self) -> usize {
+        match self {
+            MlpKind::Gelu | MlpKind::ReluSquared => 1,
+            MlpKind::Swiglu => 2,
+        }
+    }
 }
 
 /// The normalisation before attention, MLP and head.
@@ -235,12 +289,7 @@ struct Table {
 impl From<Table> for ModelConfig {
     fn from(mut t: Table) -> Self {
         pattern::add_registered_kinds(t.pattern.as_deref().unwrap_or_default(), &mut t.kinds);
-        let rwkv7 = t.arch == Arch::Rwkv7;
-        let (mlp, norm, residual) = match t.arch {
-            Arch::Gpt2 => (MlpKind::Gelu, NormKind::LayerNorm, ValueResidual::None),
-            Arch::Llama => (MlpKind::Swiglu, NormKind::RmsNorm, ValueResidual::None),
-            Arch::Rwkv7 => (MlpKind::ReluSquared, NormKind::LayerNorm, ValueResidual::Gated),
-        };
+        let defaults = t.arch.defaults();
         ModelConfig {
             arch: t.arch,
             layers: t.layers,
@@ -248,14 +297,14 @@ impl From<Table> for ModelConfig {
             heads: t.heads,
             kv_heads: t.kv_heads,
             head_dim: t.head_dim,
-            mlp: t.mlp.unwrap_or(mlp),
+            mlp: t.mlp.unwrap_or(defaults.mlp),
             mlp_width: t.mlp_width,
-            norm: t.norm.unwrap_or(norm),
+            norm: t.norm.unwrap_or(defaults.norm),
             norm_position: t.norm_position,
-            embedding_norm: t.embedding_norm.unwrap_or(rwkv7),
+            embedding_norm: t.embedding_norm.unwrap_or(defaults.embedding_norm),
             bias: t.bias,
-            norm_bias: t.norm_bias.unwrap_or(t.bias || rwkv7),
-            tie_embeddings: t.tie_embeddings.unwrap_or(t.arch == Arch::Gpt2),
+            norm_bias: t.norm_bias.unwrap_or(t.bias || defaults.norm_bias),
+            tie_embeddings: t.tie_embeddings.unwrap_or(defaults.tie_embeddings),
             vocab_multiple: t.vocab_multiple,
             logit_softcap: t.logit_softcap,
             init_std: t.init_std,
@@ -264,8 +313,8 @@ impl From<Table> for ModelConfig {
             qk_norm: t.qk_norm,
             output_gate: t.output_gate,
             short_conv: t.short_conv,
-            token_shift: t.token_shift.unwrap_or(rwkv7),
-            value_residual: t.value_residual.unwrap_or(residual),
+            token_shift: t.token_shift.unwrap_or(defaults.token_shift),
+            value_residual: t.value_residual.unwrap_or(defaults.value_residual),
             window: t.window.and_then(Window::tokens),
             pattern: t.pattern,
             attention: t.attention,

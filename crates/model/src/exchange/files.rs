@@ -1,7 +1,7 @@
 //! The folder that `transformers` reads: config.json, and safetensors in one file or in shards with an index.
 
 use std::collections::{BTreeMap, HashMap};
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 use longwall_config::Problems;
@@ -111,13 +111,16 @@ impl WriteHf<'_> {
         if path.exists() {
             return Err(ExchangeError::Exists { path: path.to_owned() });
         }
-        let mut temporary = path.as_os_str().to_owned();
-        temporary.push(".tmp");
+        // Without a slash at its end.
+        let mut temporary = path.components().as_path().as_os_str().to_owned();
+        // One that was killed has left its own.
+        temporary.push(format!(".{}.tmp", std::process::id()));
         let temporary = PathBuf::from(temporary);
         let io = |source| ExchangeError::Io { action: "write", path: path.to_owned(), source };
         let written = fs::create_dir_all(&temporary)
             .map_err(io)
             .and_then(|()| self.fill(&temporary, tensors))
+            .and_then(|()| sync_files_in(&temporary).map_err(io))
             .and_then(|()| fs::rename(&temporary, path).map_err(io));
         written.inspect_err(|_| {
             let _ = fs::remove_dir_all(&temporary);
@@ -178,6 +181,14 @@ fn write_shard(path: &Path, tensors: &[(String, Tensor)]) -> Result<(), Exchange
         let source = std::io::Error::other(error.to_string());
         ExchangeError::Io { action: "write", path: path.to_owned(), source }
     })
+}
+
+/// Flushes the files in `folder` to disk.
+fn sync_files_in(folder: &Path) -> std::io::Result<()> {
+    for entry in fs::read_dir(folder)? {
+        File::options().read(true).write(true).open(entry?.path())?.sync_all()?;
+    }
+    Ok(())
 }
 
 fn write(path: &Path, bytes: &[u8]) -> Result<(), ExchangeError> {

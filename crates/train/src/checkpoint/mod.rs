@@ -27,6 +27,7 @@ pub(crate) use writer::{
 };
 
 use crate::config::{Difference, RunConfig};
+use crate::optimiser::OptimiserConfig;
 use crate::run_folder::NoRun;
 
 /// A weight's name and shape.
@@ -300,8 +301,7 @@ impl Checkpoint {
 fn is_fixed(key: &str) -> bool {
     const FREE_DATA: [&str; 2] = ["data.cache_dir", "data.validation_tokens"];
     let below = |table: &str| key.strip_prefix(table).is_some_and(|rest| rest.starts_with('.'));
-    // These may decide which tensors the optimiser's state has.
-    let of_optimiser = |table: &str| ["kind", "per_head"].contains(&table);
+    let of_optimiser = |key: &str| key == "kind" || OptimiserConfig::state_keys().contains(&key);
     let state = match key.strip_prefix("train.") {
         Some(key) => match key.split('.').collect::<Vec<_>>()[..] {
             ["optimiser", key] => of_optimiser(key),

@@ -198,8 +198,12 @@ impl RunConfig {
         }
     }
 
-    /// Records a stage that would cut generated rows: an example's parts mean nothing on their own.
+    /// Records a stage that would cut rows of several generated examples, whose parts mean nothing on their own. Rows that
+    /// begin with their documents are left to the user.
     fn validate_cut_rows(&self, problems: &mut Problems) {
+        if self.data.rows.are_documents() {
+            return;
+        }
         let whole = self.data.seq_len;
         let cuts = |stage: &StageConfig| stage.seq_len.is_some_and(|len| len != whole);
         let generated = self.data.sources.iter().find(|source| source.is_generated());
@@ -210,7 +214,7 @@ impl RunConfig {
                 format!("train.stages.{at}.seq_len"),
                 format!("{len} with a source of kind \"{}\"", source.kind()),
                 format!("data.seq_len ({whole}): rows of generated sources are not cut"),
-                "remove seq_len from the stages, or train on text alone",
+                "remove seq_len from the stages, train on text alone, or set data.rows = \"documents\"",
             );
         }
     }

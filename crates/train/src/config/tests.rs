@@ -429,6 +429,9 @@ fn rows_of_generated_sources_are_not_cut() {
         "{found}"
     );
     assert!(found.contains("hint: remove seq_len from the stages"), "{found}");
+    for rows in ["documents", "cut-documents"] {
+        parse(BASE, &[&sets[..], &[&format!("data.rows={rows}")]].concat()).unwrap();
+    }
 }
 
 /// The stages of [`BASE`] with other windows.

@@ -25,7 +25,7 @@ pub struct Environment {
 pub enum EnvironmentError {
     /// A variable is missing that belongs to another.
     #[error(
-        "{set} is set, but {missing} is not\n  hint: several ranks need RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun sets them, or Slurm's variables with MASTER_ADDR and MASTER_PORT; for a run of its own, unset {set}"
+        "{set} is set, but {missing} is not\n  hint: several ranks need RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun sets them, or Slurm's, Open MPI's or MPICH's variables with MASTER_ADDR and MASTER_PORT; for a run of its own, unset {set}"
     )]
     Missing {
         /// The variable that is set.
@@ -45,9 +45,17 @@ pub enum EnvironmentError {
     },
 }
 
-/// The names of rank, number of ranks, and rank on the machine: as torchrun and most launchers set them, and Slurm's.
-const NAMES: [[&str; 3]; 2] =
-    [["RANK", "WORLD_SIZE", "LOCAL_RANK"], ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"]];
+/// The names of rank, number of ranks, and rank on the machine, as torchrun and most launchers set them.
+const PLAIN: [&str; 3] = ["RANK", "WORLD_SIZE", "LOCAL_RANK"];
+
+/// Those of mpirun: Open MPI's, then MPICH's and Intel MPI's.
+const MPI: [[&str; 3]; 2] = [
+    ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"],
+    ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],
+];
+
+/// Slurm's.
+const SLURM: [&str; 3] = ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"];
 
 /// The descriptor of rank 0's listener.
 const LISTENER: &str = "LONGWALL_LISTENER";
@@ -55,7 +63,8 @@ const LISTENER: &str = "LONGWALL_LISTENER";
 impl Environment {
     /// Reads the variables of this process. `None` if it is the only rank.
     ///
-    /// Slurm's count only if `MASTER_ADDR` is set: a batch script has them too.
+    /// Slurm's count only if `MASTER_ADDR` is set, since a batch script has them too, and if there are none of mpirun, which
+    /// such a script may call.
     ///
     /// # Errors
     /// When some are missing or impossible.
@@ -77,10 +86,12 @@ impl Environment {
                 }
             }
         };
-        let [plain, slurm] = NAMES;
-        let names = match variable(plain[0]).or_else(|| variable(plain[1])) {
-            Some(_) => plain,
-            None => slurm,
+        let names = match variable(PLAIN[0]).or_else(|| variable(PLAIN[1])) {
+            Some(_) => PLAIN,
+            None => {
+                let all = |names: &[&str; 3]| names.iter().all(|name| variable(name).is_some());
+                MPI.into_iter().find(all).unwrap_or(SLURM)
+            }
         };
         let [rank_name, size_name, local_name] = names;
         let missing =
@@ -100,7 +111,7 @@ impl Environment {
             (Some(size), _) => size,
         };
         let Some(address) = variable("MASTER_ADDR") else {
-            if names == slurm {
+            if names == SLURM {
                 tracing::warn!(
                     "{size_name} is {size}, but MASTER_ADDR is not set: this process trains on its own"
                 );
@@ -124,7 +135,7 @@ impl Environment {
 
     /// The variables of a process that [`Environment::read`] reads as this.
     pub fn variables(&self) -> Vec<(&'static str, String)> {
-        let [rank, size, local_rank] = NAMES[0];
+        let [rank, size, local_rank] = PLAIN;
         let mut variables = vec![
             (rank, self.world.rank.to_string()),
             (size, self.world.size.to_string()),
@@ -178,6 +189,26 @@ mod tests {
         let pairs: Vec<String> =
             ours.variables().iter().map(|(name, value)| format!("{name}={value}")).collect();
         assert_eq!(read(&pairs.join(" ")), Ok(Some(ours)));
+    }
+
+    /// A batch script of Slurm may call mpirun.
+    #[test]
+    fn the_variables_of_mpirun_come_before_those_of_slurm() {
+        let slurm = "SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_LOCALID=0";
+        for [rank, size, local] in MPI {
+            let mpi = format!("{rank}=3 {size}=4 {local}=1 {slurm}");
+            let ours = read(&format!("{mpi} {MASTER}")).unwrap().unwrap();
+            assert_eq!((ours.world, ours.local_rank), (World { rank: 3, size: 4 }, 1));
+            let error = read(&mpi).unwrap_err().to_string();
+            assert!(
+                error.starts_with(&format!("{size} is set, but MASTER_ADDR is not")),
+                "{error}"
+            );
+        }
+        // Slurm's own PMI.
+        let pmi =
+            format!("PMI_RANK=1 PMI_SIZE=2 SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=1 {MASTER}");
+        assert_eq!(read(&pmi).unwrap().unwrap().world, World { rank: 1, size: 2 });
     }
 
     #[test]

@@ -331,7 +331,8 @@ fn in_words(status: ExitStatus) -> String {
 }
 
 fn keep_last_lines(from: impl Read, kept: &Mutex<VecDeque<String>>) {
-    for line in BufReader::new(from).lines().map_while(Result::ok) {
+    for line in BufReader::new(from).split(b'\n').map_while(Result::ok) {
+        let line = String::from_utf8_lossy(line.strip_suffix(b"\r").unwrap_or(&line)).into_owned();
         let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
         if kept.len() == MOST_LINES {
             kept.pop_front();

@@ -17,6 +17,9 @@ use serde::de::DeserializeOwned;
 pub trait OptimiserKind:
     Clone + Debug + Default + PartialEq + Serialize + DeserializeOwned
 {
+    /// Keys of its table that decide which tensors its state has: a resumed run cannot change them.
+    const STATE_KEYS: &'static [&'static str] = &[];
+
     /// Records every problem of the settings; `table` is the dotted name of their table.
     fn validate(&self, table: &str, problems: &mut Problems);
 

@@ -23,6 +23,11 @@ macro_rules! registry {
                 match self { $(Self::$name(_) => $kind,)+ }
             }
 
+            /// Every kind's [`OptimiserKind::STATE_KEYS`].
+            pub(crate) fn state_keys() -> Vec<&'static str> {
+                [$(<$module::Config as OptimiserKind>::STATE_KEYS,)+].concat()
+            }
+
             /// As [`OptimiserKind::method`].
             pub fn method(&self, parameter: &Parameter) -> Method {
                 match self { $(Self::$name(c) => c.method(parameter),)+ }

@@ -6,7 +6,7 @@ use burn::tensor::Tensor;
 use longwall_kernels::backend::OpBackend;
 use longwall_model::LanguageModel;
 
-use super::setup::Data;
+use super::data::Data;
 use crate::checkpoint::Checkpoint;
 use crate::distributed::Facts;
 use crate::run_folder::Origin;

@@ -45,7 +45,7 @@ fn force_spares_folders_that_hold_no_run() {
 fn what_was_killed_before_the_run_began_can_start_again() {
     let folder = tempfile::tempdir().unwrap();
     drop(RunFolder::create(folder.path(), false).unwrap());
-    fs::write(folder.path().join("config.toml.tmp"), "[mod").unwrap();
+    fs::write(folder.path().join("config.toml.17.tmp"), "[mod").unwrap();
     let run = RunFolder::create(folder.path(), false).unwrap();
     let tokenizer = folder.path().join("bpe.json");
     let set = format!("tokenizer={{kind=\"file\", path={:?}}}", tokenizer.to_str().unwrap());

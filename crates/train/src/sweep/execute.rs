@@ -305,13 +305,15 @@ impl Place<'_> {
         let dir = run.dir();
         for eval in &self.plan.sweep.eval {
             let (name, args) = (name_of(eval), eval_args(eval, &dir));
-            let Some(force) = eval_to_do(&dir, name, &args) else { continue };
+            if is_evaluated(&dir, name, &args) {
+                continue;
+            }
             if self.stop.is_raised() {
                 return Ok(Status::Pending);
             }
             console.note(&format!("{}: evaluation {name}", run.name));
-            let force = force.then(|| "--force".to_owned());
-            let all = args.iter().cloned().chain(force).collect();
+            // What an interrupted sweep has left may be of other arguments.
+            let all = args.iter().cloned().chain(["--force-if-changed".to_owned()]).collect();
             let done = self.run(name, all, log, &mut || {});
             if self.stop.is_raised() && done.is_err() {
                 return Ok(Status::Pending);
@@ -337,8 +339,8 @@ fn collect(plan: &Plan, run: &PlannedRun, status: Status, result: &mut RunResult
 /// Whether the run is trained and evaluated.
 pub(super) fn is_done(plan: &Plan, run: &PlannedRun) -> Result<bool, SweepError> {
     let dir = run.dir();
-    let to_do = |eval| eval_to_do(&dir, name_of(eval), &eval_args(eval, &dir)).is_some();
-    Ok(run_folder::finished(&dir)?.is_some() && !plan.sweep.eval.iter().any(to_do))
+    let done = |eval| is_evaluated(&dir, name_of(eval), &eval_args(eval, &dir));
+    Ok(run_folder::finished(&dir)?.is_some() && plan.sweep.eval.iter().all(done))
 }
 
 /// Whether the run is trained.
@@ -410,12 +412,10 @@ fn eval_args(eval: &Table, run_dir: &Path) -> Vec<String> {
     args
 }
 
-/// `None` if the evaluation was already done with the same arguments; else whether it must be
-/// forced, because there are results for other arguments.
-fn eval_to_do(run_dir: &Path, name: &str, args: &[String]) -> Option<bool> {
+/// Whether the evaluation was finished with these arguments.
+fn is_evaluated(run_dir: &Path, name: &str, args: &[String]) -> bool {
     let has_results = run_dir.join("eval").join(name).join("results.json").is_file();
-    let recorded = recorded_evals(run_dir).remove(name);
-    if has_results && recorded.as_deref() == Some(args) { None } else { Some(has_results) }
+    has_results && recorded_evals(run_dir).get(name).is_some_and(|recorded| recorded == args)
 }
 
 /// The arguments of the evaluations that were finished, by name.

@@ -293,14 +293,14 @@ fn a_failed_run_does_not_stop_the_rest() {
 }
 
 #[test]
-fn changed_evaluations_are_done_again_by_force() {
+fn changed_evaluations_are_done_again() {
     let sandbox = Sandbox::new(KINDS);
     FakeBinary::default().run(&sandbox.plan().unwrap());
     let changed = Sandbox { sweep: sandbox.sweep.replace("1000]", "2000]"), ..sandbox };
     let mut binary = FakeBinary::default();
     assert!(binary.run(&changed.plan().unwrap()).is_complete());
     assert_eq!((binary.count("train"), binary.count("eval")), (0, 4));
-    assert!(binary.jobs.iter().all(|job| job.ends_with("--lengths 500 --lengths 2000 --force")));
+    assert!(binary.jobs.iter().all(|job| job.ends_with("--lengths 2000 --force-if-changed")));
 }
 
 #[test]

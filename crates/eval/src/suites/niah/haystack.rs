@@ -61,7 +61,9 @@ impl Haystack {
         let (kind, tokenizer) = (options.haystack, context.tokenizer);
         let (source, text) = match kind {
             HaystackKind::Text => {
-                return Haystack::of_text("niah", &options.text, context, longest);
+                let remedy =
+                    "give more text with --text, shorter --lengths, or --haystack noise or repeat";
+                return Haystack::read("niah", &options.text, context, longest, remedy);
             }
             HaystackKind::Noise => {
                 let text = Text::noise(context.seed, longest, tokenizer);
@@ -82,6 +84,18 @@ impl Haystack {
         context: &OpenContext<'_>,
         longest: usize,
     ) -> Result<Self, EvalError> {
+        let remedy = "give more text with --text, or shorter --lengths";
+        Haystack::read(suite, text, context, longest, remedy)
+    }
+
+    /// As [`Haystack::of_text`]; `remedy` says what to do if the text is too short.
+    fn read(
+        suite: &'static str,
+        text: &[PathBuf],
+        context: &OpenContext<'_>,
+        longest: usize,
+        remedy: &str,
+    ) -> Result<Self, EvalError> {
         let wanted = longest * TEXTS_PER_LENGTH;
         let tokenizer = context.tokenizer;
         let (source, tokens) = if text.is_empty() {
@@ -97,7 +111,7 @@ impl Haystack {
         } else {
             (source_of(&list_files(text)?), from_files(text, context, wanted)?)
         };
-        check_text(suite, &tokens, &source, longest)?;
+        check_text(suite, &tokens, &source, longest, remedy)?;
         if tokens.len() < longest {
             tracing::warn!(
                 "the haystack has {} tokens, less than the longest length, {longest}: it is repeated",
@@ -126,7 +140,13 @@ impl Haystack {
 }
 
 /// Rejects text that is empty, or so short that a prompt would hold little but repetitions.
-fn check_text(suite: &str, tokens: &[u32], source: &str, longest: usize) -> Result<(), EvalError> {
+fn check_text(
+    suite: &str,
+    tokens: &[u32],
+    source: &str,
+    longest: usize,
+    remedy: &str,
+) -> Result<(), EvalError> {
     let least = longest.div_ceil(MOST_REPEATS);
     if tokens.len() >= least {
         return Ok(());
@@ -137,10 +157,6 @@ fn check_text(suite: &str, tokens: &[u32], source: &str, longest: usize) -> Resu
             "{suite}: the haystack has {count} tokens ({source}); length {longest} needs {least}, or its \
              prompts repeat the text more than {MOST_REPEATS} times"
         ),
-    };
-    let remedy = match suite {
-        "niah" => "give more text with --text, shorter --lengths, or --haystack noise or repeat",
-        _ => "give more text with --text, or shorter --lengths",
     };
     Err(EvalError::Text { what, remedy: remedy.to_string() })
 }

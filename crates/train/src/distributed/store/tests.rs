@@ -1,6 +1,8 @@
 use std::io::Write;
-use std::os::fd::AsRawFd;
+use std::net::TcpListener;
+use std::os::fd::{AsRawFd, IntoRawFd};
 
+use super::connect::{Hello, PROTOCOL, RETRY, disagreement, inherited};
 use super::*;
 
 /// Short waits, and no end of the process.

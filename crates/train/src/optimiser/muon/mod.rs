@@ -92,6 +92,8 @@ impl Default for Config {
 }
 
 impl OptimiserKind for Config {
+    const STATE_KEYS: &'static [&'static str] = &["per_head"];
+
     fn validate(&self, table: &str, problems: &mut Problems) {
         self.direction().validate(table, problems);
         check_decay(table, self.weight_decay, problems);

@@ -63,6 +63,8 @@ impl Default for Config {
 }
 
 impl OptimiserKind for Config {
+    const STATE_KEYS: &'static [&'static str] = &["per_head"];
+
     fn validate(&self, table: &str, problems: &mut Problems) {
         self.direction().validate(table, problems);
         check_rate(table, "beta2", self.beta2, "use 0.95", problems);
