@@ -195,6 +195,21 @@ fn evaluations_during_training_are_checked_before_it_starts() {
 }
 
 #[test]
+fn evaluations_after_training_are_checked_before_it_starts() {
+    let w = Workspace::new();
+    for (table, reason) in [
+        ("suite = \"passkey\"\nlengths = [100]", "eval.1: passkey: length 100 is too short"),
+        ("suite = \"extrapolate\"\nout = \"absent\"\ntext = [\"absent.txt\"]", "absent.txt"),
+    ] {
+        let good = "[[eval]]\nsuite = \"extrapolate\"\nlengths = [16, 32]";
+        w.write("after.toml", &format!("{}\n{good}\n[[eval]]\n{table}\n", crate::support::CONFIG));
+        let error = w.fail(&["train", "--config", "after.toml"]);
+        assert!(error.contains(reason), "{error}");
+        assert!(!w.path("runs").exists(), "a run that cannot start leaves nothing");
+    }
+}
+
+#[test]
 fn suites_are_listed_without_a_run() {
     let w = Workspace::new();
     let list = w.succeed(&["eval", "list"]);

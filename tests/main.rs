@@ -11,6 +11,7 @@ mod hybrid;
 #[cfg(unix)]
 mod kills;
 mod op;
+mod output;
 mod pipeline;
 mod ranks;
 mod report;

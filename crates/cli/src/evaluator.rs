@@ -1,4 +1,4 @@
-//! The suites of `[[train.evaluate]]`, as the training loop calls them.
+//! The suites of `[[train.evaluate]]`, as the training loop calls them; those of `[[eval]]` are only checked here.
 
 use std::path::{Path, PathBuf};
 
@@ -26,6 +26,8 @@ pub struct LoopEvaluator<'a, B: OpBackend> {
     pub folder: PathBuf,
     /// The suites of `train.evaluate`, in its order.
     pub suites: &'a [NamedSuite],
+    /// The suites of `[[eval]]`, in its order, which run after training.
+    pub after: &'a [NamedSuite],
     /// Asks to stop.
     pub stop: &'a StopFlag,
     /// The type that the model runs in.
@@ -65,11 +67,11 @@ impl<B: OpBackend> LoopEvaluator<'_, B> {
         step.parse().ok()
     }
 
-    /// Calls `work` with the model, which has the settings `of_model`, and the context of evaluation `at` after
-    /// `step`.
+    /// Calls `work` with the model, which has the settings `of_model`, and the context of an evaluation after `step`:
+    /// a suite, and its table in the configuration.
     fn with_context<T>(
         &self,
-        at: usize,
+        (suite, table): (&NamedSuite, &toml::Table),
         step: u64,
         (model, of_model): (&LanguageModel<B>, ModelConfig),
         work: impl FnOnce(TrainedModel<B>, RunContext<'_>) -> T,
@@ -77,7 +79,7 @@ impl<B: OpBackend> LoopEvaluator<'_, B> {
         let config = self.config;
         let tokenizer = self.tokenizer.as_ref().expect("the trainer checks before it evaluates");
         let memory = CallMemory::new(&of_model, self.precision);
-        let weights = eval_weights(&config.train.evaluate[at].eval);
+        let weights = eval_weights(table);
         let (seq_len, device) = (config.data.seq_len, self.device.clone());
         let model = TrainedModel::new(model.clone(), tokenizer.clone(), seq_len, memory, device);
         let held_out = ValidationText { config, tokenizer, stop: self.stop };
@@ -85,7 +87,7 @@ impl<B: OpBackend> LoopEvaluator<'_, B> {
         let World { rank, size } = self.collective.world();
         let exchange = |message| self.collective.all_gather(message).map_err(Into::into);
         let context = RunContext {
-            out_dir: self.out_dir(&self.suites[at], step),
+            out_dir: self.out_dir(suite, step),
             run: config.run.name.clone(),
             checkpoint_step: Some(step),
             model_changes: change_of_weights(weights).into_iter().collect(),
@@ -99,6 +101,29 @@ impl<B: OpBackend> LoopEvaluator<'_, B> {
         };
         work(model, context)
     }
+
+    /// Checks that the evaluations of the list `key`, each a suite and its table, can run on a model with the settings
+    /// `of_model`. Writes nothing into the run's folder, so it does not matter after which step. Too little memory counts
+    /// `beside_training` alone.
+    fn check_list<'t>(
+        &self,
+        key: &str,
+        evaluations: impl Iterator<Item = (&'t NamedSuite, &'t toml::Table)>,
+        (model, of_model): (&LanguageModel<B>, &ModelConfig),
+        beside_training: bool,
+    ) -> Result<(), EvaluationError> {
+        for (at, evaluation) in evaluations.enumerate() {
+            let model = (model, of_model.clone());
+            let checked = self.with_context(evaluation, 0, model, |model, context| {
+                longwall_eval::check(&evaluation.0.0, &model, &context)
+            });
+            match checked {
+                Err(EvalError::OutOfMemory { .. }) if !beside_training => {}
+                checked => checked.map_err(|error| format!("{key}.{at}: {error}"))?,
+            }
+        }
+        Ok(())
+    }
 }
 
 impl<B: OpBackend> Evaluator<B> for LoopEvaluator<'_, B> {
@@ -108,13 +133,13 @@ impl<B: OpBackend> Evaluator<B> for LoopEvaluator<'_, B> {
         model: &LanguageModel<B>,
     ) -> Result<(), EvaluationError> {
         self.tokenizer = Some(tokenizer.clone());
-        for (at, suite) in self.suites.iter().enumerate() {
-            let model = (model, self.config.widest_model());
-            self.with_context(at, 0, model, |model, context| {
-                longwall_eval::check(&suite.0, &model, &context)
-            })?;
-        }
-        Ok(())
+        let config = self.config;
+        let tables = config.train.evaluate.iter().map(|table| &table.eval);
+        let model_of_loop = (model, &config.widest_model());
+        self.check_list("train.evaluate", self.suites.iter().zip(tables), model_of_loop, true)?;
+        // They run on the last checkpoint, when the memory of training is free.
+        let last_model = (model, &config.model_after(config.timeline().total_steps()));
+        self.check_list("eval", self.after.iter().zip(&config.eval), last_model, false)
     }
 
     fn discard_after(&mut self, step: u64) -> Result<(), EvaluationError> {
@@ -147,7 +172,8 @@ impl<B: OpBackend> Evaluator<B> for LoopEvaluator<'_, B> {
         let suite = &self.suites[at];
         let there = self.out_dir(suite, step).join("results.json").is_file();
         let model = (model, self.config.model_after(step));
-        let report = self.with_context(at, step, model, |mut model, context| {
+        let evaluation = (suite, &self.config.train.evaluate[at].eval);
+        let report = self.with_context(evaluation, step, model, |mut model, context| {
             if context.ranks.of_first(there)? {
                 return Ok(None);
             }
@@ -173,5 +199,5 @@ fn evaluated(name: &str, report: &Report) -> Evaluated {
 
 fn cannot(action: &str, path: &Path, error: &std::io::Error) -> EvaluationError {
     let hint = "check the permissions of the run's folder";
-    format!("cannot {action} {}: {error}\n  hint: {hint}", path.display()).into()
+    format!("train.evaluate: cannot {action} {}: {error}\n  hint: {hint}", path.display()).into()
 }

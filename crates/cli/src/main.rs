@@ -1,5 +1,7 @@
 //! The `longwall` binary: parses the command line, dispatches, prints errors.
 
+#![deny(clippy::print_stdout, clippy::print_stderr)]
+
 mod commands;
 mod comparison;
 mod context;
@@ -7,15 +9,19 @@ mod costs;
 mod evaluator;
 #[cfg(test)]
 mod fuzz;
+mod numbers;
+mod output;
 mod progress;
 mod ranks;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use longwall_eval::EvalError;
 use longwall_train::TrainError;
 use longwall_train::distributed::{CollectiveError, Environment, LOST_RANK};
+
+use self::output::{CLOSED, ClosedStdout, print_to_stderr};
 
 // Tests count memory with an allocator of their own.
 #[cfg(not(test))]
@@ -71,13 +77,13 @@ enum Command {
 
 fn main() -> ExitCode {
     if let Err(missing) = check_cpu() {
-        eprintln!("error: {missing}");
+        print_to_stderr(format_args!("error: {missing}"));
         return ExitCode::FAILURE;
     }
     keep_freed_memory();
     // Each shard of a corpus is an open file. If the limit cannot be raised, opening one too many says so.
     let _ = rlimit::increase_nofile_limit(u64::MAX);
-    let cli = Cli::parse();
+    let cli = parse();
     init_logs();
     let result = match cli.command {
         Command::Train(args) => commands::train::run(args),
@@ -99,14 +105,15 @@ fn main() -> ExitCode {
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
+        Err(error) if error.is::<ClosedStdout>() => ExitCode::from(CLOSED),
         Err(error) => match longwall_train::signals::exit_code() {
             // A command that a signal stopped says what is left to do.
             Some(code) => {
-                eprintln!("stopped: {}", describe(&error));
+                print_to_stderr(format_args!("stopped: {}", describe(&error)));
                 ExitCode::from(code)
             }
             None => {
-                eprintln!("error: {}", describe(&error));
+                print_to_stderr(format_args!("error: {}", describe(&error)));
                 if is_of_another_rank(&error) {
                     ExitCode::from(LOST_RANK)
                 } else {
@@ -115,6 +122,22 @@ fn main() -> ExitCode {
             }
         },
     }
+}
+
+/// The command line. On an error, says it and ends the process.
+fn parse() -> Cli {
+    let mut command = with_negative_numbers(Cli::command());
+    let matches = command.get_matches_mut();
+    Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.format(&mut command).exit())
+}
+
+/// The command, whose options take negative numbers as values: their parsers say what is allowed.
+fn with_negative_numbers(command: clap::Command) -> clap::Command {
+    let option = |arg: clap::Arg| match arg.get_action().takes_values() && !arg.is_positional() {
+        true => arg.allow_negative_numbers(true),
+        false => arg,
+    };
+    command.mut_args(option).mut_subcommands(with_negative_numbers)
 }
 
 /// Whether this process fails only because another rank of its run does.
@@ -173,7 +196,55 @@ fn init_logs() {
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
+        // They would go to stderr, too, and panic if that is closed.
+        .log_internal_errors(false)
         .with_target(false)
         .without_time()
         .init();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The message for a command line that is no valid one.
+    fn error(line: &str) -> String {
+        let command = with_negative_numbers(Cli::command());
+        let words = line.split(' ');
+        command.try_get_matches_from(words).expect_err("an error").to_string()
+    }
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        with_negative_numbers(Cli::command()).debug_assert();
+    }
+
+    #[test]
+    fn numbers_that_are_not_allowed_are_told_what_is() {
+        let any = "allowed: a whole number from 0 to 18446744073709551615";
+        for value in ["-1", "1k", "99999999999999999999"] {
+            for option in ["max-tokens", "seed"] {
+                let error = error(&format!("longwall generate --{option} {value}"));
+                assert!(error.contains(any), "{error}");
+            }
+        }
+        let error = error("longwall train --config x --gpus -5");
+        assert!(error.contains("allowed: a whole number from 1 to 65535"), "{error}");
+        let plot = ["longwall", "plot", "runs/x", "--smooth", "-1", "--max-loss", "-5"];
+        assert!(with_negative_numbers(Cli::command()).try_get_matches_from(plot).is_ok());
+    }
+
+    #[test]
+    fn alternatives_of_a_missing_argument_are_named() {
+        for (line, alternatives) in [
+            ("longwall train", ["--config", "--resume"]),
+            ("longwall info", ["--config", "--run"]),
+            ("longwall plot", ["RUNS", "--bench"]),
+            ("longwall prepare --out x", ["PATHS", "--cargo-sources"]),
+            ("longwall eval nosuch", ["longwall eval list", "--preset"]),
+        ] {
+            let error = error(line);
+            assert!(alternatives.iter().all(|name| error.contains(name)), "{line}: {error}");
+        }
+    }
 }

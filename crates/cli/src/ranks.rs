@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use longwall_kernels::device::gpus as gpus_here;
 use longwall_train::distributed::{
     Environment, Facts, Launch, LaunchError, Store, StoreOptions, follow_launcher,
@@ -28,9 +28,10 @@ pub fn of_environment(gpus: Option<u16>) -> Result<Option<Environment>> {
     }
 }
 
-/// Refuses more GPUs than there are.
-pub fn check_gpus(gpus: usize) -> Result<()> {
-    let count = gpus_here().map_err(|why| anyhow::anyhow!("--gpus is {gpus}, but {why}"))?;
+/// Refuses more GPUs than there are; `remedy` is for a machine without any.
+pub fn check_gpus(gpus: usize, remedy: &str) -> Result<()> {
+    let count =
+        gpus_here().map_err(|why| anyhow!("--gpus is {gpus}, but {why}\n  hint: {remedy}"))?;
     if gpus > count {
         bail!("--gpus is {gpus}; allowed: 1 to {count}, the GPUs that the driver shows");
     }

@@ -37,6 +37,14 @@ pub enum DataError {
         /// The system's reason.
         source: io::Error,
     },
+    /// The folder for the shards of text sources cannot be used.
+    #[error("cannot use {} in data.cache_dir: {source}\n  hint: set data.cache_dir to a folder you may write to, with enough space on its disk", path.display())]
+    CacheDir {
+        /// The file or folder in it.
+        path: PathBuf,
+        /// The system's reason.
+        source: io::Error,
+    },
     /// A pattern with `*`, `?` or `[` is malformed.
     #[error(
         "{pattern:?} is not a file pattern: {reason}\n  hint: allowed are *, **, ? and [abc]; write [[] for a literal bracket"
@@ -389,6 +397,18 @@ impl DataError {
             };
         }
         DataError::Read { path: path.to_path_buf(), source }
+    }
+
+    /// Names `data.cache_dir` in an error of a file in that folder.
+    pub(crate) fn in_cache(self, cache: &Path) -> Self {
+        match self {
+            DataError::Read { path, source } | DataError::Write { path, source }
+                if path.starts_with(cache) =>
+            {
+                DataError::CacheDir { path, source }
+            }
+            other => other,
+        }
     }
 
     /// An error while writing `path`.

@@ -121,6 +121,14 @@ mod tests {
     }
 
     #[test]
+    fn temporary_files_are_known_by_their_names() {
+        let path = with_suffix(Path::new("runs/a/"), &format!(".17{TEMPORARY}"));
+        assert_eq!(path, Path::new("runs/a.17.tmp"));
+        assert!(is_temporary(path.file_name().unwrap()));
+        assert!(!is_temporary(OsStr::new("config.toml")));
+    }
+
+    #[test]
     fn a_failed_write_leaves_nothing() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("taken");

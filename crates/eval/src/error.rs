@@ -146,7 +146,7 @@ pub enum EvalError {
     },
 
     /// A file of an earlier run of the suite is damaged.
-    #[error("{}:{line}: {reason}\n  hint: remove the line, or start again with --force", path.display())]
+    #[error("{}:{line}: {reason}\n  hint: {}", path.display(), after_damage(path))]
     Damaged {
         /// The file.
         path: PathBuf,
@@ -202,6 +202,14 @@ pub enum EvalError {
     },
 }
 
+/// What to do about a damaged file of an evaluation. Only the samples are written line by line.
+fn after_damage(path: &Path) -> &'static str {
+    match path.extension().is_some_and(|extension| extension == "jsonl") {
+        true => "remove the line, or start again with --force",
+        false => "the evaluation writes this file whole: run `longwall eval` again with --force",
+    }
+}
+
 impl EvalError {
     /// An error of the model itself, for those who implement [`EvalModel`](crate::EvalModel).
     pub fn model(
@@ -230,6 +238,24 @@ impl EvalError {
             path,
             source,
             remedy: "check that the folder may be written and that the disk has room",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_of_a_damaged_journal_a_line_may_go() {
+        let message = |file: &str| {
+            let error = EvalError::Damaged { path: file.into(), line: 3, reason: "cut".to_owned() };
+            error.to_string()
+        };
+        assert!(message("a/samples.jsonl").contains("hint: remove the line"));
+        for file in ["a/results.json", "a/settings.json"] {
+            let hint = "hint: the evaluation writes this file whole: run `longwall eval` again with --force";
+            assert!(message(file).ends_with(hint), "{}", message(file));
         }
     }
 }

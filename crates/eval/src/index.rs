@@ -63,3 +63,26 @@ pub fn write_index(folder: &Path) -> Result<(), EvalError> {
     let json = serde_json::to_string_pretty(&entries).expect("an index is plain data");
     write_atomically(&folder.join(INDEX), (json + "\n").as_bytes())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn processes_may_write_it_at_the_same_time() {
+        let folder = tempfile::tempdir().unwrap();
+        thread::scope(|scope| {
+            let writers: Vec<_> = (0..8)
+                .map(|_| scope.spawn(|| (0..20).try_for_each(|_| write_index(folder.path()))))
+                .collect();
+            for writer in writers {
+                writer.join().unwrap().unwrap();
+            }
+        });
+        let written = fs::read_to_string(folder.path().join(INDEX)).unwrap();
+        assert_eq!(written, "[]\n");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+}

@@ -35,8 +35,8 @@ pub enum TrainError {
     /// The prompts of `train.sample`.
     #[error("train.sample: {0}")]
     Sample(#[from] GenerateError),
-    /// An evaluation of `train.evaluate` that could never run, or whose old results cannot be removed.
-    #[error("train.evaluate: {0}")]
+    /// An evaluation of the configuration that could never run, or whose old results cannot be removed.
+    #[error("{0}")]
     Unevaluable(#[source] EvaluationError),
     /// An evaluation in the loop failed.
     #[error(

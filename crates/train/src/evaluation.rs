@@ -62,7 +62,7 @@ impl<B: OpBackend> Evaluator<B> for NoEvaluations {
         _tokenizer: &Tokenizer,
         _model: &LanguageModel<B>,
     ) -> Result<(), EvaluationError> {
-        Err("train.evaluate lists evaluations, but nothing here runs them".into())
+        Err("train.evaluate or eval lists evaluations, but nothing here runs them".into())
     }
 
     fn discard_after(&mut self, _step: u64) -> Result<(), EvaluationError> {

@@ -1,6 +1,7 @@
 //! A run folder made of a model in Hugging Face's format: to evaluate, to sample from, or to start runs from.
 
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use longwall_config::Problems;
@@ -37,12 +38,42 @@ pub enum ImportError {
     /// The model's sizes are out of range.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// The run folder exists or cannot be written.
+    /// It has no tokenizer.
+    #[error("{} is missing\n  hint: put the tokenizer.json there that belongs to the model", path.display())]
+    NoTokenizer {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The run's folder exists.
+    #[error("{} exists already\n  hint: choose another --out", path.display())]
+    Exists {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// The run's folder cannot be written.
+    #[error("cannot write {}: {source}\n  hint: check its permissions and the room on the disk, or choose another --out", path.display())]
+    Write {
+        /// The folder or file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The run's folder cannot be used for another reason.
     #[error(transparent)]
-    Folder(#[from] RunFolderError),
+    Folder(RunFolderError),
     /// The checkpoint cannot be written.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+}
+
+impl From<RunFolderError> for ImportError {
+    fn from(error: RunFolderError) -> Self {
+        match error {
+            RunFolderError::Exists { path } => ImportError::Exists { path },
+            RunFolderError::Io { path, source } => ImportError::Write { path, source },
+            other => ImportError::Folder(other),
+        }
+    }
 }
 
 /// Reads the model in the folder `hf` and writes it as the run folder `out`, with one checkpoint, of step 0.
@@ -61,6 +92,9 @@ pub fn import_hugging_face(hf: &Path, out: &Path) -> Result<RunConfig, ImportErr
     problems.into_result().map_err(unsupported)?;
     let ImportedModel { model, vocab_rows, seq_len } = imported.expect("no problem was recorded");
     let source = hf.join(TOKENIZER);
+    if !source.is_file() {
+        return Err(ImportError::NoTokenizer { path: source });
+    }
     let tokenizer = Tokenizer::load(&TokenizerConfig::File { path: source.clone() })?;
     let tokens = tokenizer.vocab_size();
     let model = padded(model, vocab_rows, tokens).ok_or_else(|| ImportError::Vocabulary {

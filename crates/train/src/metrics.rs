@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
-use std::io::{BufRead, BufReader, Seek, SeekFrom, Write};
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Deserializer, Serialize};
@@ -157,7 +157,7 @@ pub enum Record {
 #[derive(Debug, thiserror::Error)]
 pub enum MetricsError {
     /// Reading or writing failed.
-    #[error("{}: {source}\n  hint: check that the disk has room and the folder can be written", path.display())]
+    #[error("cannot write {}: {source}\n  hint: check that the disk has room and the folder can be written", path.display())]
     Io {
         /// The file.
         path: PathBuf,
@@ -173,7 +173,7 @@ pub enum MetricsError {
         source: std::io::Error,
     },
     /// A line is no record.
-    #[error("{}:{line}: no metrics record: {source}\n  hint: every line must be one that training wrote", path.display())]
+    #[error("{}:{line}: no metrics record: {source}\n  hint: every line must be one that training wrote; remove this one if its numbers may be lost", path.display())]
     Line {
         /// The file.
         path: PathBuf,
@@ -195,22 +195,27 @@ pub struct AppendLog {
 impl AppendLog {
     /// Opens `path` for appending, truncated to `length` bytes; creates it if it does not exist.
     ///
-    /// A file shorter than `length` has lost entries: this is logged, and new entries follow the rest.
+    /// A file shorter than `length` has lost entries: this is logged, and new entries follow its last whole line.
     ///
     /// # Errors
     /// When the file cannot be opened or truncated.
     pub fn open(path: &Path, length: u64) -> Result<Self, MetricsError> {
         let io = |source| MetricsError::Io { path: path.to_owned(), source };
         let mut options = OpenOptions::new();
-        let mut file = options.create(true).write(true).truncate(false).open(path).map_err(io)?;
+        options.create(true).read(true).write(true).truncate(false);
+        let mut file = options.open(path).map_err(io)?;
         let found = file.metadata().map_err(io)?.len();
-        if found < length {
+        let length = if found < length {
             tracing::warn!(
                 "{} has {found} bytes but had {length} at the checkpoint: earlier entries are lost",
                 path.display()
             );
-        }
-        let length = found.min(length);
+            let mut text = Vec::new();
+            file.read_to_end(&mut text).map_err(io)?;
+            text.iter().rposition(|&byte| byte == b'\n').map_or(0, |end| end as u64 + 1)
+        } else {
+            length
+        };
         file.set_len(length).map_err(io)?;
         file.seek(SeekFrom::Start(length)).map_err(io)?;
         Ok(AppendLog { path: path.to_owned(), file, length })
@@ -255,8 +260,20 @@ impl AppendLog {
 /// # Errors
 /// When the file cannot be read, or a line is no record.
 pub fn read(path: &Path) -> Result<Vec<Record>, MetricsError> {
+    read_first(path, u64::MAX)
+}
+
+/// As [`read`], of the first `length` bytes; of a file that is not there, no records.
+///
+/// # Errors
+/// As [`read`].
+pub fn read_begun(path: &Path, length: u64) -> Result<Vec<Record>, MetricsError> {
+    if path.exists() { read_first(path, length) } else { Ok(vec![]) }
+}
+
+fn read_first(path: &Path, length: u64) -> Result<Vec<Record>, MetricsError> {
     let io = |source| MetricsError::Read { path: path.to_owned(), source };
-    let mut reader = BufReader::new(File::open(path).map_err(io)?);
+    let mut reader = BufReader::new(File::open(path).map_err(io)?.take(length));
     let mut records = Vec::new();
     let mut line = String::new();
     for number in 1.. {
@@ -423,6 +440,23 @@ mod tests {
         let mut log = AppendLog::open(&path, 1000).unwrap();
         log.append_record(&step(1, 3.0)).unwrap();
         assert_eq!(log.sync().unwrap(), std::fs::metadata(&path).unwrap().len());
+    }
+
+    #[test]
+    fn a_file_that_was_cut_in_a_line_grows_from_the_last_whole_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let mut log = AppendLog::open(&path, 0).unwrap();
+        log.append_record(&step(1, 3.0)).unwrap();
+        log.append_record(&step(2, 2.0)).unwrap();
+        let at_checkpoint = log.sync().unwrap();
+        log.file.set_len(at_checkpoint - 10).unwrap();
+        drop(log);
+        let mut log = AppendLog::open(&path, at_checkpoint).unwrap();
+        log.append_record(&step(3, 1.5)).unwrap();
+        assert_eq!(read(&path).unwrap(), [step(1, 3.0), step(3, 1.5)]);
+        assert_eq!(read_begun(&path, log.sync().unwrap()).unwrap().len(), 2);
+        assert_eq!(read_begun(&folder.path().join("absent"), 9).unwrap(), []);
     }
 
     #[test]

@@ -9,7 +9,7 @@ use longwall_data::{DataError, Tokenizer, TokenizerConfig, files};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::checkpoint::WeightsSelector;
+use crate::checkpoint::{self, WeightsSelector};
 use crate::config::{ConfigError, RunConfig};
 use crate::metrics::ValidationRecord;
 
@@ -65,6 +65,22 @@ pub enum RunFolderError {
         /// What the system said.
         source: io::Error,
     },
+    /// A file of the run cannot be read.
+    #[error("cannot read {}: {source}\n  hint: check its permissions", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A file that says how the run began or ended is damaged.
+    #[error("{} is damaged: {reason}\n  hint: remove it; training goes on from the newest checkpoint, and writes finished.json again", path.display())]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
     /// The run's own configuration cannot be read.
     #[error(transparent)]
     Config(#[from] ConfigError),
@@ -72,10 +88,28 @@ pub enum RunFolderError {
 
 /// A folder without a run.
 #[derive(Debug, thiserror::Error)]
-#[error("{} holds no run: there is no config.toml in it\n  hint: give the folder of a run, for example runs/NAME", path.display())]
+#[error("{}", no_run(path))]
 pub struct NoRun {
     /// The folder.
     pub path: PathBuf,
+}
+
+fn no_run(path: &Path) -> String {
+    let shown = path.display();
+    if !checkpoint::is_at(path) {
+        return format!(
+            "{shown} holds no run: there is no config.toml in it\n  hint: give the folder of a run, for example runs/NAME"
+        );
+    }
+    let run = checkpoint::run_dir_of(path).unwrap_or(Path::new("runs/NAME")).display();
+    format!(
+        "{shown} is a checkpoint, and no run\n  hint: give the folder of its run, {run}; commands with --checkpoint take {shown} there"
+    )
+}
+
+/// Whether the folder `path` holds a run. A checkpoint has a configuration, too.
+pub(crate) fn is_run(path: &Path) -> bool {
+    path.join(CONFIG_FILE).is_file() && !checkpoint::is_at(path)
 }
 
 /// The contents of `finished.json`: the marker of a complete run, with its results.
@@ -188,7 +222,7 @@ impl RunFolder {
     /// # Errors
     /// When there is no run, or another process trains it.
     pub fn open(path: &Path) -> Result<Self, RunFolderError> {
-        if !path.join(CONFIG_FILE).is_file() {
+        if !is_run(path) {
             return Err(NoRun { path: path.to_owned() }.into());
         }
         Self::lock(path)
@@ -324,7 +358,7 @@ pub const LOG_FILE: &str = "log.txt";
 /// When there is no run, or the configuration with the overrides is invalid.
 pub fn config_of(path: &Path, sets: &[String]) -> Result<RunConfig, RunFolderError> {
     let file = path.join(CONFIG_FILE);
-    if !file.is_file() {
+    if !is_run(path) {
         return Err(NoRun { path: path.to_owned() }.into());
     }
     Ok(RunConfig::load(&file, sets)?)
@@ -363,11 +397,12 @@ pub fn origin(path: &Path) -> Result<Option<Origin>, RunFolderError> {
 
 /// The contents of a file, if it exists.
 fn read_json<T: DeserializeOwned>(file: PathBuf) -> Result<Option<T>, RunFolderError> {
-    let io = |source| RunFolderError::Io { path: file.clone(), source };
     match fs::read(&file) {
-        Ok(bytes) => serde_json::from_slice(&bytes).map(Some).map_err(|error| io(error.into())),
+        Ok(bytes) => serde_json::from_slice(&bytes)
+            .map(Some)
+            .map_err(|error| RunFolderError::Damaged { path: file, reason: error.to_string() }),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(source) => Err(io(source)),
+        Err(source) => Err(RunFolderError::Read { path: file, source }),
     }
 }
 

@@ -6,7 +6,7 @@ use std::path::Path;
 use longwall_data::files;
 
 use crate::metrics::{self, MetricsError, Record};
-use crate::tensorboard::EventWriter;
+use crate::tensorboard;
 
 /// Tag and value of every scalar in a record; what is not finite is NaN.
 pub(crate) fn scalars(record: &Record) -> Vec<(String, f64)> {
@@ -121,20 +121,14 @@ pub fn export_csv(run_dir: &Path, out: &Path) -> Result<(), MetricsError> {
     files::write_atomically(out, csv.as_bytes()).map_err(io)
 }
 
-/// Writes the scalars of the run in `run_dir` as a TensorBoard event file into the folder `out`.
+/// Writes the scalars of the run in `run_dir` as a TensorBoard event file into the folder `out`, in place of an earlier
+/// export's.
 ///
 /// # Errors
 /// As [`export_csv`].
 pub fn export_tensorboard(run_dir: &Path, out: &Path) -> Result<(), MetricsError> {
-    let io = |source| MetricsError::Io { path: out.to_owned(), source };
     let records = metrics::read(&run_dir.join("metrics.jsonl"))?;
-    let mut writer = EventWriter::create(out, 0).map_err(io)?;
-    for record in &records {
-        let named = scalars(record);
-        let scalars: Vec<_> = named.iter().map(|(tag, value)| (tag.as_str(), *value)).collect();
-        writer.scalars(place(record).0, &scalars).map_err(io)?;
-    }
-    Ok(())
+    tensorboard::export(out, records.iter().map(|record| (place(record).0, scalars(record))))
 }
 
 #[cfg(test)]

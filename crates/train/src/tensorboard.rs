@@ -3,17 +3,45 @@
 //! An event file is a sequence of TFRecords: length (u64 LE), masked CRC-32C of it, the bytes of an
 //! `Event` protocol buffer, masked CRC-32C of these. Only the fields that scalars need are encoded.
 //! Each part of a resumed run writes its own file, which begins with a session start: this makes
-//! TensorBoard drop the scalars of earlier files from that step on.
+//! TensorBoard drop the scalars of earlier files from that step on. An export is one file, which the next
+//! export replaces.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Writes scalars to one event file.
+use longwall_data::files;
+
+use crate::metrics::MetricsError;
+
+/// The file of an export. TensorBoard knows an event file by the word `tfevents`.
+const EXPORT_FILE: &str = "events.out.tfevents.export.longwall";
+
+/// Writes `steps`, each a step with its scalars, as one event file in `folder`, in place of that of an earlier
+/// export. Files of runs stay as they are.
+///
+/// # Errors
+/// When folder or file cannot be written; nothing half-written is left.
+pub fn export(
+    folder: &Path,
+    steps: impl IntoIterator<Item = (u64, Vec<(String, f64)>)>,
+) -> Result<(), MetricsError> {
+    let path = folder.join(EXPORT_FILE);
+    let io = |source| MetricsError::Io { path: path.clone(), source };
+    let mut writer = EventWriter::begin(Vec::new(), now(), 0).map_err(io)?;
+    for (step, named) in steps {
+        let scalars: Vec<_> = named.iter().map(|(tag, value)| (tag.as_str(), *value)).collect();
+        writer.scalars(step, &scalars).map_err(io)?;
+    }
+    fs::create_dir_all(folder).map_err(io)?;
+    files::write_atomically(&path, &writer.out).map_err(io)
+}
+
+/// Writes scalars as the records of one event file.
 #[derive(Debug)]
-pub struct EventWriter {
-    file: File,
+pub struct EventWriter<W = File> {
+    out: W,
 }
 
 impl EventWriter {
@@ -30,7 +58,14 @@ impl EventWriter {
             seconds as u64,
             (seconds.fract() * 1e9) as u64
         );
-        let mut writer = EventWriter { file: File::create_new(folder.join(name))? };
+        EventWriter::begin(File::create_new(folder.join(name))?, seconds, first_step)
+    }
+}
+
+impl<W: Write> EventWriter<W> {
+    /// Writes the version and the session start.
+    fn begin(out: W, seconds: f64, first_step: u64) -> io::Result<Self> {
+        let mut writer = EventWriter { out };
         let mut event = event_header(seconds, 0);
         put_bytes(&mut event, 3, b"brain.Event:2");
         writer.write_record(&event)?;
@@ -67,7 +102,7 @@ impl EventWriter {
         record.extend(masked_crc(&length).to_le_bytes());
         record.extend(data);
         record.extend(masked_crc(data).to_le_bytes());
-        self.file.write_all(&record)
+        self.out.write_all(&record)
     }
 }
 
@@ -146,6 +181,28 @@ mod tests {
         loss.push(0x15);
         loss.extend(2.5f32.to_le_bytes());
         assert!(records[2].windows(loss.len()).any(|window| window == loss));
+    }
+
+    #[test]
+    fn an_export_replaces_the_one_before_and_leaves_a_runs_file() {
+        let folder = tempfile::tempdir().unwrap();
+        EventWriter::create(folder.path(), 0).unwrap();
+        for loss in [2.5, 2.0, 1.5] {
+            export(folder.path(), [(1, vec![("train/loss".to_owned(), loss)])]).unwrap();
+        }
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
+        let records = records(&fs::read(folder.path().join(EXPORT_FILE)).unwrap());
+        assert_eq!(records.len(), 3);
+        assert!(records[2].ends_with(&1.5f32.to_le_bytes()));
+    }
+
+    #[test]
+    fn a_failed_export_leaves_nothing_and_names_the_file() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::create_dir_all(folder.path().join(EXPORT_FILE).join("in the way")).unwrap();
+        let error = export(folder.path(), []).unwrap_err().to_string();
+        assert!(error.contains(EXPORT_FILE), "{error}");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
     }
 
     #[test]

@@ -33,14 +33,16 @@ impl Display for VerifiedFile {
                 let path = self.path.display().to_string();
                 // Without the hint, and without the path that many messages begin with.
                 let problem = problem.lines().next().unwrap_or_default();
-                write!(f, "{path}: {}", problem.strip_prefix(&path).unwrap_or(problem).trim())
+                let rest = problem.strip_prefix(&path).filter(|rest| rest.starts_with([' ', ':']));
+                let rest = rest.unwrap_or(problem).trim_start_matches(':').trim();
+                write!(f, "{path}: {rest}")
             }
         }
     }
 }
 
 /// Checks a run: that its configuration, metrics and results can be read, that every file of its checkpoints
-/// is as it was written, and that its tokenizer is the one of the newest sound checkpoint.
+/// is as it was written, and that its metrics and its tokenizer are those of the newest sound checkpoint.
 ///
 /// # Errors
 /// When `run_dir` holds no run, or its checkpoints cannot be listed. Damaged files are part of the result.
@@ -51,11 +53,8 @@ pub fn verify_run(run_dir: &Path) -> Result<Vec<VerifiedFile>, VerifyError> {
         config => config,
     };
     let metrics_path = run_dir.join("metrics.jsonl");
-    let metrics = metrics::read(&metrics_path);
-    let mut files = vec![
-        VerifiedFile::new(config_path, config.as_ref()),
-        VerifiedFile::new(metrics_path, metrics),
-    ];
+    let metrics = metrics::read(&metrics_path).map(drop).map_err(|error| error.to_string());
+    let mut files = vec![VerifiedFile::new(config_path, config.as_ref())];
     let finished = run_folder::finished(run_dir);
     if !matches!(finished, Ok(None)) {
         files.push(VerifiedFile::new(run_dir.join("finished.json"), finished));
@@ -78,23 +77,44 @@ pub fn verify_run(run_dir: &Path) -> Result<Vec<VerifiedFile>, VerifyError> {
             Err(error) => files.push(VerifiedFile::new(folder.step_dir(step), Err::<(), _>(error))),
         }
     }
-    if let (Ok(config), Some(step)) = (config, newest_sound) {
-        files.extend(check_tokenizer(run_dir, &config, step));
+    if let Err(error) = folder.best() {
+        files.push(VerifiedFile::new(folder.best_file(), Err::<(), _>(error)));
+    }
+    // Opening a damaged one would verify all others again, to name one that is sound.
+    let newest = newest_sound
+        .and_then(|step| Checkpoint::open(run_dir, CheckpointSelector::Step(step)).ok());
+    let whole = |checkpoint: &Checkpoint| check_length(&metrics_path, checkpoint);
+    let metrics = metrics.and_then(|()| newest.as_ref().map_or(Ok(()), whole));
+    files.insert(1, VerifiedFile::new(metrics_path, metrics));
+    if let (Ok(config), Some(checkpoint)) = (config, newest) {
+        files.extend(check_tokenizer(run_dir, &config, &checkpoint));
     }
     Ok(files)
 }
 
-/// Compares the run's tokenizer with that of the checkpoint of `step`, which is sound: opening a damaged one
-/// would verify all others again, to name one that is sound.
-fn check_tokenizer(run_dir: &Path, config: &RunConfig, step: u64) -> Option<VerifiedFile> {
-    let checkpoint = Checkpoint::open(run_dir, CheckpointSelector::Step(step)).ok()?;
+/// Whether the metrics are as long as they were at the checkpoint, or longer.
+fn check_length(metrics: &Path, checkpoint: &Checkpoint) -> Result<(), String> {
+    let (had, step) = (checkpoint.state.metrics_bytes, checkpoint.state.step);
+    match metrics.metadata().map_or(0, |metadata| metadata.len()) {
+        has if has < had => Err(format!("has {has} bytes, but had {had} at step {step}")),
+        _ => Ok(()),
+    }
+}
+
+/// Compares the run's tokenizer with that of a checkpoint. One that is built in has no file.
+fn check_tokenizer(
+    run_dir: &Path,
+    config: &RunConfig,
+    checkpoint: &Checkpoint,
+) -> Option<VerifiedFile> {
     let tokenizer = load_tokenizer(run_dir, &config.tokenizer)
         .map_err(|error| error.to_string())
         .and_then(|tokenizer| {
             let ours = TokenizerIdentity::of(&tokenizer);
             checkpoint.check_tokenizer(&ours).map_err(|error| error.to_string())
         });
-    Some(VerifiedFile::new(run_dir.join("tokenizer.json"), tokenizer))
+    let file = run_dir.join("tokenizer.json");
+    (file.is_file() || tokenizer.is_err()).then(|| VerifiedFile::new(file, tokenizer))
 }
 
 /// Why a run cannot be checked.

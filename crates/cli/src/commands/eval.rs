@@ -20,11 +20,18 @@ use longwall_train::signals::StopFlag;
 use serde::Serialize;
 
 use crate::context::{OpenRun, RunArgs};
+use crate::numbers::whole;
+use crate::output::outln;
 use crate::progress::{DataProgress, EvalProgress};
 use crate::ranks;
 
+/// How `longwall eval` is called.
+const USAGE: &str = "longwall eval [OPTIONS] <SUITE>\n       longwall eval [OPTIONS] all --preset <PRESET>\n       \
+                     longwall eval list    (names the suites)";
+
 /// Arguments of `longwall eval`.
 #[derive(clap::Args)]
+#[command(override_usage = USAGE)]
 pub struct Args {
     #[command(flatten)]
     run: RunArgs,
@@ -49,7 +56,7 @@ pub struct Args {
     /// Evaluate on this many GPUs of this machine, one process each, which take batches of samples in turn; the files
     /// are the same as on one GPU. With --device cpu, this many processes on the CPU. On several machines, torchrun or
     /// Slurm starts the processes instead
-    #[arg(long, global = true, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(long, global = true, value_name = "N", value_parser = whole::<u16>(1..=u16::MAX.into()))]
     gpus: Option<u16>,
 
     #[command(subcommand)]
@@ -87,7 +94,8 @@ pub fn run(args: Args) -> Result<()> {
     let environment = ranks::of_environment(args.gpus)?;
     if let Some(gpus) = args.gpus.filter(|&gpus| gpus > 1) {
         if args.run.device_choice()? != DeviceChoice::Cpu {
-            ranks::check_gpus(gpus.into())?;
+            let remedy = "with --device cpu, the processes run on the CPU; or leave out --gpus";
+            ranks::check_gpus(gpus.into(), remedy)?;
         }
         return ranks::launch(gpus.into(), None);
     }
@@ -133,10 +141,9 @@ fn evaluate_and_print(args: Args, run: OpenRun, ranks: Ranks<'_>, stop: &StopFla
 /// Prints what may also be read by a program.
 fn print<T: Serialize + Display>(result: &T, json: bool) -> Result<()> {
     match json {
-        true => println!("{}", serde_json::to_string_pretty(result)?),
-        false => println!("{result}"),
+        true => outln!("{}", serde_json::to_string_pretty(result)?),
+        false => outln!("{result}"),
     }
-    Ok(())
 }
 
 /// Prints every suite and what it is.
@@ -144,12 +151,11 @@ fn list(json: bool) -> Result<()> {
     let suites = SuiteConfig::list();
     if json {
         let suites: BTreeMap<String, String> = suites.into_iter().collect();
-        println!("{}", serde_json::to_string_pretty(&suites)?);
-        return Ok(());
+        return outln!("{}", serde_json::to_string_pretty(&suites)?);
     }
     let width = suites.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
     for (name, about) in suites {
-        println!("{name:width$}  {about}");
+        outln!("{name:width$}  {about}")?;
     }
     Ok(())
 }

@@ -13,6 +13,8 @@ use longwall_train::import::import_hugging_face;
 use serde_json::json;
 
 use crate::context::RunArgs;
+use crate::numbers::whole;
+use crate::output::outln;
 
 /// Arguments of `longwall export`.
 #[derive(clap::Args)]
@@ -29,7 +31,7 @@ pub struct ExportArgs {
     layout: Option<String>,
 
     /// Largest size of a file of weights, in MB; a larger model is sharded
-    #[arg(long, value_name = "MB", default_value_t = 5000, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "MB", default_value_t = 5000, value_parser = whole::<u64>(1..=u64::MAX))]
     max_shard: u64,
 }
 
@@ -98,8 +100,7 @@ pub fn export(args: ExportArgs) -> Result<()> {
     };
     folder.write(&args.hf, &to_layout(layout, &spec, &weights))?;
     tracing::info!("the layout is that of {}", layout.model_type());
-    println!("{}", args.hf.display());
-    Ok(())
+    outln!("{}", args.hf.display())
 }
 
 /// Makes the run folder and prints what can be done with it.
@@ -109,9 +110,8 @@ pub fn import(args: ImportArgs) -> Result<()> {
     }
     let config = import_hugging_face(&args.hf, &args.out)?;
     let run = shell_quoted(&args.out);
-    println!("{run}: {}", config.model.attention_label());
-    println!("\nNext, for example:");
-    println!("  longwall generate --run {run} --prompt \"Once upon a time\"");
-    println!("  longwall train --from {run} --config FILE   # with its [model] and [tokenizer]");
-    Ok(())
+    outln!("{run}: {}", config.model.attention_label())?;
+    outln!("\nNext, for example:")?;
+    outln!("  longwall generate --run {run} --prompt \"Once upon a time\"")?;
+    outln!("  longwall train --from {run} --config FILE   # with its [model] and [tokenizer]")
 }

@@ -1,6 +1,5 @@
 //! `longwall generate --run RUN --prompt TEXT`.
 
-use std::io::Write;
 use std::path::PathBuf;
 
 use anyhow::{Result, anyhow, bail};
@@ -10,6 +9,8 @@ use longwall_kernels::device::OnDevice;
 use longwall_model::generate::{Sampling, generate};
 
 use crate::context::{OpenRun, RunArgs};
+use crate::numbers::whole;
+use crate::output::print;
 
 /// Arguments of `longwall generate`.
 #[derive(clap::Args)]
@@ -26,7 +27,7 @@ pub struct Args {
     prompt_file: Option<PathBuf>,
 
     /// The most tokens to generate
-    #[arg(long, default_value_t = 256)]
+    #[arg(long, value_parser = whole::<usize>(0..=u64::MAX), default_value_t = 256)]
     max_tokens: usize,
 
     #[command(flatten)]
@@ -37,19 +38,19 @@ pub struct Args {
 #[derive(clap::Args)]
 pub struct SamplingArgs {
     /// Divides the logits: above 1 is more varied, 0 always takes the most likely token
-    #[arg(long, default_value_t = 0.8, allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 0.8)]
     temperature: f32,
 
     /// Draw from the K most likely tokens only
-    #[arg(long, value_name = "K")]
+    #[arg(long, value_parser = whole::<usize>(0..=u64::MAX), value_name = "K")]
     top_k: Option<usize>,
 
     /// Draw from the most likely tokens that together reach probability P
-    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    #[arg(long, value_name = "P")]
     top_p: Option<f32>,
 
     /// Seed of the draws
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, value_parser = whole::<u64>(0..=u64::MAX), default_value_t = 0)]
     seed: u64,
 }
 
@@ -114,7 +115,7 @@ fn stream<B: OpBackend>(
         );
     }
     let mut out = Stream { tokenizer, pending: vec![], failed: None };
-    out.write(args.prompt.as_bytes());
+    out.write(&args.prompt);
     let stop = Some(tokenizer.end_of_text());
     generate(&model, &[prompt], args.max_tokens, sampling, stop, device, |_, token| {
         out.push(token);
@@ -126,7 +127,7 @@ fn stream<B: OpBackend>(
 struct Stream<'a> {
     tokenizer: &'a Tokenizer,
     pending: Vec<u8>,
-    failed: Option<std::io::Error>,
+    failed: Option<anyhow::Error>,
 }
 
 impl Stream<'_> {
@@ -138,25 +139,19 @@ impl Stream<'_> {
             _ => self.pending.len(),
         };
         let text: Vec<u8> = self.pending.drain(..ready).collect();
-        self.write(String::from_utf8_lossy(&text).as_bytes());
+        self.write(&String::from_utf8_lossy(&text));
     }
 
-    fn write(&mut self, text: &[u8]) {
-        let mut stdout = std::io::stdout();
-        if let Err(error) = stdout.write_all(text).and_then(|()| stdout.flush()) {
+    fn write(&mut self, text: &str) {
+        if let Err(error) = print(format_args!("{text}")) {
             self.failed.get_or_insert(error);
         }
     }
 
     fn finish(mut self) -> Result<()> {
         let rest = String::from_utf8_lossy(&std::mem::take(&mut self.pending)).into_owned();
-        self.write(rest.as_bytes());
-        self.write(b"\n");
-        match self.failed {
-            // The reader has closed the pipe, as with `| head`.
-            Some(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
-            Some(error) => Err(error.into()),
-            None => Ok(()),
-        }
+        self.write(&rest);
+        self.write("\n");
+        self.failed.map_or(Ok(()), Err)
     }
 }

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, bail};
+use clap::ArgGroup;
 use longwall_config::{Problems, parse_count};
 use longwall_data::Tokenizer;
 use longwall_kernels::attention::AttentionConfig;
@@ -19,19 +20,21 @@ use serde::Serialize;
 
 use super::eval::{suites_in_the_loop, suites_of};
 use crate::costs::{ratio, state_bytes};
+use crate::output::outln;
 
 /// The greatest length to count costs at: beyond it those of one layer could overflow.
 pub(crate) const LONGEST: usize = 1 << 40;
 
 /// Arguments of `longwall info`.
 #[derive(clap::Args)]
+#[command(group(ArgGroup::new("model").required(true).args(["config", "run"])))]
 pub struct Args {
     /// A run's configuration
-    #[arg(long, value_name = "FILE", required_unless_present = "run")]
+    #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
 
     /// A run's folder, instead of a configuration
-    #[arg(long, value_name = "RUN", conflicts_with = "config")]
+    #[arg(long, value_name = "RUN")]
     run: Option<PathBuf>,
 
     /// Override a key: `--set model.layers=12`
@@ -283,16 +286,14 @@ pub fn run(args: Args) -> Result<()> {
     }
     let info = Info::of(&config, vocab, seq_len);
     if args.json {
-        println!("{}", serde_json::to_string_pretty(&info)?);
-    } else {
-        print(&info);
-        print_optimiser(&info.optimiser, config.train.lr);
-        if config.model.pattern.is_some() {
-            print_layers(&info.layers);
-        }
-        print_kinds(&info.kinds);
+        return outln!("{}", serde_json::to_string_pretty(&info)?);
     }
-    Ok(())
+    print(&info)?;
+    print_optimiser(&info.optimiser, config.train.lr)?;
+    if config.model.pattern.is_some() {
+        print_layers(&info.layers)?;
+    }
+    print_kinds(&info.kinds)
 }
 
 /// Bytes of GPU memory that training in bf16, one row at a time, needs at least.
@@ -306,68 +307,68 @@ fn least_gpu_memory(config: &RunConfig, vocab_size: usize) -> u64 {
     u64::try_from(bytes).unwrap_or(u64::MAX)
 }
 
-fn print(info: &Info) {
+fn print(info: &Info) -> Result<()> {
     let p = &info.parameters;
     let share = info.attention_flops_per_token / info.forward_flops_per_token * 100.0;
-    println!("attention                {}", info.attention);
+    outln!("attention                {}", info.attention)?;
     let (vocab, padded) = (info.vocab_size, info.padded_vocab_size);
     let padding = if padded > vocab { format!(", padded to {padded}") } else { String::new() };
-    println!("vocabulary               {vocab}{padding}");
-    println!("parameters               {}", info.parameters_total);
-    println!("  embedding              {}", p.embedding);
-    println!("  attention              {}", p.attention);
-    println!("  mlp                    {}", p.mlp);
-    println!("  norms                  {}", p.norms);
-    println!("  head                   {}", p.head);
+    outln!("vocabulary               {vocab}{padding}")?;
+    outln!("parameters               {}", info.parameters_total)?;
+    outln!("  embedding              {}", p.embedding)?;
+    outln!("  attention              {}", p.attention)?;
+    outln!("  mlp                    {}", p.mlp)?;
+    outln!("  norms                  {}", p.norms)?;
+    outln!("  head                   {}", p.head)?;
     let window = info.window.map(|window| format!(", with the last stage's window ({window})"));
-    println!("at a length of           {} tokens{}", info.seq_len, window.unwrap_or_default());
-    println!("  forward, per token     {:.3} MFLOP", info.forward_flops_per_token / 1e6);
-    println!(
+    outln!("at a length of           {} tokens{}", info.seq_len, window.unwrap_or_default())?;
+    outln!("  forward, per token     {:.3} MFLOP", info.forward_flops_per_token / 1e6)?;
+    outln!(
         "    of it attention      {:.3} MFLOP ({share:.1} %)",
         info.attention_flops_per_token / 1e6
-    );
-    println!("  training, per token    {:.3} MFLOP", info.train_flops_per_token / 1e6);
-    println!(
+    )?;
+    outln!("  training, per token    {:.3} MFLOP", info.train_flops_per_token / 1e6)?;
+    outln!(
         "  state, per sequence    {} bytes (f32; buffers grow by doubling)",
         info.state_bytes_per_sequence
-    );
-    println!("  state, per token       {:.0} bytes", info.state_bytes_per_token);
-    println!("  weight : state FLOPs   {}", ratio(info.weight_state_ratio));
-    println!("the run                  {} steps, {:.3e} FLOP", info.steps, info.train_flops);
+    )?;
+    outln!("  state, per token       {:.0} bytes", info.state_bytes_per_token)?;
+    outln!("  weight : state FLOPs   {}", ratio(info.weight_state_ratio))?;
+    outln!("the run                  {} steps, {:.3e} FLOP", info.steps, info.train_flops)?;
     if info.staged {
         for costs in &info.stages {
             let Stage { first_step, first_token, batch_tokens, seq_len, window, .. } = costs.stage;
             let window = info.window.map(|_| format!(", window {}", Window::of(window)));
-            println!(
+            outln!(
                 "  from step {:<12} batches of {batch_tokens} tokens, rows of {seq_len}{}, after {first_token} tokens: \
                  {:.3} MFLOP per token, an estimated {:.1} GB on a GPU",
                 first_step + 1,
                 window.unwrap_or_default(),
                 costs.train_flops_per_token / 1e6,
                 costs.train_memory_estimate_bytes as f64 / 1e9,
-            );
+            )?;
         }
     }
     let gigabytes = info.train_memory_bytes as f64 / 1e9;
-    println!(
+    outln!(
         "  GPU memory, at least   {gigabytes:.3} GB (weights, gradients, optimiser, block inputs)"
-    );
+    )?;
     let (rows, estimate) = (info.micro_batch, info.train_memory_estimate);
-    println!(
+    outln!(
         "    estimated            {estimate}, in {} with micro-batches of {rows} rows",
         info.train_memory_precision
-    );
+    )
 }
 
 /// Which parameters are updated in which way. `lr` is the peak learning rate.
-fn print_optimiser(assigned: &[Assigned], lr: f64) {
-    println!("the optimiser, by update, peak learning rate and weight decay:");
-    println!(
+fn print_optimiser(assigned: &[Assigned], lr: f64) -> Result<()> {
+    outln!("the optimiser, by update, peak learning rate and weight decay:")?;
+    outln!(
         "  update      lr          decay       tensors   parameters  names, * is the block's number"
-    );
+    )?;
     for a in assigned {
         let group = a.group.map(|at| format!("train.groups.{at}: ")).unwrap_or_default();
-        println!(
+        outln!(
             "  {:<10}  {:<10.3e}  {:<10.3e}  {:>7}  {:>11}  {group}{}",
             a.method,
             a.lr * lr,
@@ -375,18 +376,19 @@ fn print_optimiser(assigned: &[Assigned], lr: f64) {
             a.tensors,
             a.parameters,
             a.names.join(", "),
-        );
+        )?;
     }
+    Ok(())
 }
 
 /// The costs of the layers of each kind of a pattern.
-fn print_layers(layers: &[Layers]) {
-    println!("attention by kind, summed over the layers of each, which are counted from 0:");
-    println!(
+fn print_layers(layers: &[Layers]) -> Result<()> {
+    outln!("attention by kind, summed over the layers of each, which are counted from 0:")?;
+    outln!(
         "  name              kind              window   parameters  MFLOP/token  state bytes  layers"
-    );
+    )?;
     for group in layers {
-        println!(
+        outln!(
             "  {:<16}  {:<16} {:>7}  {:>11}  {:>11.3}  {:>11}  {}",
             group.name,
             group.kind,
@@ -395,8 +397,9 @@ fn print_layers(layers: &[Layers]) {
             group.attention_flops_per_token / 1e6,
             group.state_bytes_per_sequence,
             ranges(&group.layers),
-        );
+        )?;
     }
+    Ok(())
 }
 
 /// Ascending numbers, with runs as ranges: `0-4, 6`.
@@ -408,21 +411,22 @@ fn ranges(numbers: &[usize]) -> String {
     runs.collect::<Vec<_>>().join(", ")
 }
 
-fn print_kinds(kinds: &[Kind]) {
-    println!("the same model with each kind of attention (default keys where not configured):");
-    println!("  kind              parameters  attention MFLOP/token  state bytes/token  ratio");
+fn print_kinds(kinds: &[Kind]) -> Result<()> {
+    outln!("the same model with each kind of attention (default keys where not configured):")?;
+    outln!("  kind              parameters  attention MFLOP/token  state bytes/token  ratio")?;
     for Kind { kind, problem, costs } in kinds {
         match costs {
-            Some(costs) => println!(
+            Some(costs) => outln!(
                 "  {kind:<16} {:>11}  {:>21.3}  {:>17.0}  {}",
                 costs.parameters,
                 costs.attention_flops_per_token / 1e6,
                 costs.state_bytes_per_token,
                 ratio(costs.weight_state_ratio)
-            ),
+            )?,
             None => {
-                println!("  {kind:<16} not possible: {}", problem.as_deref().unwrap_or_default())
+                outln!("  {kind:<16} not possible: {}", problem.as_deref().unwrap_or_default())?
             }
         }
     }
+    Ok(())
 }

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use longwall_train::scalars::{export_csv, export_tensorboard};
 
+use crate::output::outln;
+
 /// What to do with the metrics.
 #[derive(clap::Subcommand)]
 pub enum Command {
@@ -35,11 +37,11 @@ pub fn run(command: Command) -> Result<()> {
     }
     if let Some(path) = csv {
         export_csv(&run, &path)?;
-        println!("{}", path.display());
+        outln!("{}", path.display())?;
     }
     if let Some(path) = tensorboard {
         export_tensorboard(&run, &path)?;
-        println!("{}", path.display());
+        outln!("{}", path.display())?;
     }
     Ok(())
 }

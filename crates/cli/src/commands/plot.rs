@@ -6,10 +6,12 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, anyhow, bail};
-use clap::ValueEnum;
+use clap::{ArgGroup, ValueEnum};
 use longwall_eval::{Curve, XAxis, plot_losses, plot_scalar};
 use longwall_train::metrics::{self, Record};
 use longwall_train::scalars;
+
+use crate::output::outln;
 
 /// The horizontal axis.
 #[derive(Clone, Copy, ValueEnum)]
@@ -26,13 +28,13 @@ pub enum Axis {
 
 /// Arguments of `longwall plot`.
 #[derive(clap::Args)]
+#[command(group(ArgGroup::new("drawn").required(true).args(["runs", "bench"])))]
 pub struct Args {
     /// Folders of runs
-    #[arg(required_unless_present = "bench")]
     runs: Vec<PathBuf>,
 
     /// Draw reports of `longwall bench kernels --json` over the length instead: a line per kind and size
-    #[arg(long, value_name = "FILE", num_args = 1.., conflicts_with_all = ["runs", "x", "smooth", "max_loss"])]
+    #[arg(long, value_name = "FILE", num_args = 1.., conflicts_with_all = ["x", "smooth", "max_loss"])]
     bench: Vec<PathBuf>,
 
     /// The picture, .svg or .png; by default loss.svg in the first run's folder, or with --y the scalar's name, such as
@@ -63,8 +65,7 @@ pub struct Args {
 pub fn run(args: Args) -> Result<()> {
     if !args.bench.is_empty() {
         let out = bench::draw(&args.bench, args.y.as_deref(), args.out)?;
-        println!("{}", out.display());
-        return Ok(());
+        return outln!("{}", out.display());
     }
     if !(0.0..1.0).contains(&args.smooth) {
         bail!("--smooth is {}; allowed: 0 to below 1\n  hint: 0.9 is the default", args.smooth);
@@ -78,8 +79,7 @@ pub fn run(args: Args) -> Result<()> {
         None => draw(&args.runs, &out, args.x, args.smooth, args.max_loss)?,
         Some(tag) => draw_scalar(&args.runs, tag, &out, args.x, args.smooth, args.max_loss)?,
     }
-    println!("{}", out.display());
-    Ok(())
+    outln!("{}", out.display())
 }
 
 /// The loss of one run over tokens, at the default smoothing, as `loss.svg` in its folder.

@@ -4,23 +4,25 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
-use clap::ValueEnum;
+use clap::{ArgGroup, ValueEnum};
 use longwall_config::parse_count;
 use longwall_data::sources::{cargo_sources, text};
 use longwall_data::{Corpus, PrepareOptions, Tokenizer, TokenizerConfig, prepare};
 use longwall_train::signals::StopFlag;
 
+use crate::numbers::whole;
+use crate::output::outln;
 use crate::progress::DataProgress;
 
 /// Text to read: the arguments that `prepare` and `tokenizer train` share.
 #[derive(clap::Args)]
+#[command(group(ArgGroup::new("corpus").required(true).args(["paths", "cargo_sources"])))]
 pub struct CorpusArgs {
     /// Text, JSONL or Parquet files, plain or compressed (.gz, .zst), folders, and patterns
-    #[arg(required_unless_present = "cargo_sources")]
     paths: Vec<PathBuf>,
 
     /// Read the Rust sources in cargo's registry folder instead
-    #[arg(long, conflicts_with = "paths")]
+    #[arg(long)]
     cargo_sources: bool,
 
     /// Most bytes to read of the cargo sources
@@ -90,7 +92,7 @@ pub struct Args {
     shard_tokens: u64,
 
     /// Threads that encode; by default one per core
-    #[arg(long)]
+    #[arg(long, value_parser = whole::<usize>(1..=u64::MAX))]
     threads: Option<usize>,
 }
 
@@ -114,6 +116,5 @@ pub fn run(args: Args) -> Result<()> {
     options.threads = args.threads;
     let progress = DataProgress::new(Some(StopFlag::install("stopping; finished work is kept")?));
     let report = prepare(&options, &tokenizer, &progress)?;
-    println!("{report}");
-    Ok(())
+    outln!("{report}")
 }

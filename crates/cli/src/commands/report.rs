@@ -5,6 +5,9 @@ use std::path::PathBuf;
 use anyhow::Result;
 use longwall_report::Live;
 
+use crate::numbers::whole;
+use crate::output::outln;
+
 /// Arguments of `longwall report`.
 #[derive(clap::Args)]
 pub struct Args {
@@ -21,7 +24,7 @@ pub struct Args {
     watch: bool,
 
     /// The port of --watch; 0 is any that is free
-    #[arg(long, default_value_t = 8017, requires = "watch")]
+    #[arg(long, default_value_t = 8017, value_parser = whole::<u16>(0..=u16::MAX.into()), requires = "watch")]
     port: u16,
 }
 
@@ -29,12 +32,11 @@ pub struct Args {
 pub fn run(args: Args) -> Result<()> {
     if args.watch {
         let live = Live::bind(&args.paths, args.port)?;
-        println!("{}", live.address());
+        outln!("{}", live.address())?;
         live.serve();
         return Ok(());
     }
     let output = args.output.unwrap_or_else(|| args.paths[0].join("report.html"));
     longwall_report::write(&args.paths, &output)?;
-    println!("{}", output.display());
-    Ok(())
+    outln!("{}", output.display())
 }

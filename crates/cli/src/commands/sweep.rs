@@ -1,5 +1,6 @@
 //! `longwall sweep FILE`.
 
+use std::fmt::{self, Display};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
@@ -17,6 +18,8 @@ use longwall_train::sweep::{
 
 use super::eval::{suites_in_the_loop, suites_of};
 use crate::comparison::draw_comparison;
+use crate::numbers::whole;
+use crate::output::{outln, print};
 use crate::progress::SweepProgress;
 
 /// Arguments of `longwall sweep`.
@@ -31,7 +34,7 @@ pub struct Args {
 
     /// Only do the run with this number in the list of --dry-run, from 0; the table and the pictures are left to a
     /// later call without it
-    #[arg(long, value_name = "INDEX", conflicts_with = "dry_run")]
+    #[arg(long, value_name = "INDEX", value_parser = whole::<usize>(0..=u64::MAX), conflicts_with = "dry_run")]
     only: Option<usize>,
 
     /// GPUs to use at the same time, as `0,2`, or `all`; by default the first
@@ -39,7 +42,12 @@ pub struct Args {
     gpus: Option<Gpus>,
 
     /// Runs at a time, on each GPU or on the CPU
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..), conflicts_with_all = ["slurm", "only"])]
+    #[arg(
+        long,
+        default_value_t = 1,
+        value_parser = whole::<u16>(1..=u16::MAX.into()),
+        conflicts_with_all = ["slurm", "only"]
+    )]
     jobs: u16,
 
     /// Only write the script of a Slurm job array that does the runs, one task each
@@ -59,6 +67,18 @@ enum Gpus {
     All,
     /// Numbers among those that this process sees, all different.
     Some(Vec<usize>),
+}
+
+impl Display for Gpus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Gpus::All => f.write_str("all"),
+            Gpus::Some(ids) => {
+                let ids: Vec<_> = ids.iter().map(usize::to_string).collect();
+                f.write_str(&ids.join(","))
+            }
+        }
+    }
 }
 
 impl Gpus {
@@ -103,7 +123,10 @@ fn slots(gpus: Option<&Gpus>, jobs: u16) -> Result<Vec<Slot>> {
     let variable = |name: &str, value| Slot { environment: vec![(name.to_owned(), value)] };
     let on_each: Vec<Slot> = match gpus {
         Some(gpus) => {
-            let count = gpus_here().map_err(|why| anyhow::anyhow!("--gpus is set, but {why}"))?;
+            let count = gpus_here().map_err(|why| {
+                let hint = "leave out --gpus; --jobs N does N runs at a time on the CPU";
+                anyhow::anyhow!("--gpus is {gpus}, but {why}\n  hint: {hint}")
+            })?;
             let names = gpus.names(count, std::env::var(VISIBLE).ok().as_deref())?;
             names.into_iter().map(|name| variable(VISIBLE, name)).collect()
         }
@@ -139,10 +162,12 @@ pub fn run(args: Args) -> Result<()> {
     }
     let slots = slots(args.gpus.as_ref(), args.jobs)?;
     let results = execute(&plan, &slots, &launch_current_exe, &stop, &mut SweepProgress::new())?;
-    println!("{}{}\n", results.table(), results.legend());
-    println!("{}", plan.sweep.dir().join("results.csv").display());
-    match draw_comparison(&plan, &results) {
-        Ok(pictures) => pictures.iter().for_each(|picture| println!("{}", picture.display())),
+    // Before the table, whose reader may close stdout.
+    let pictures = draw_comparison(&plan, &results);
+    outln!("{}{}\n", results.table(), results.legend())?;
+    outln!("{}", plan.sweep.dir().join("results.csv").display())?;
+    match pictures {
+        Ok(pictures) => pictures.iter().try_for_each(|picture| outln!("{}", picture.display()))?,
         Err(error) => tracing::warn!("no comparison: {error:#}"),
     }
     if stop.is_raised() && !results.is_complete() {
@@ -158,14 +183,14 @@ pub fn run(args: Args) -> Result<()> {
 
 /// Lists the runs with what they are estimated to take, `slots` at a time.
 fn dry_run(plan: &Plan, slots: usize) -> Result<()> {
-    print!("{}", plan.describe()?);
+    print(format_args!("{}", plan.describe()?))?;
     let Some(first) = plan.runs.first() else { return Ok(()) };
     let run = &first.config.run;
     let device = device::open(run.device, run.threads);
     let compute = match device.and_then(|device| Compute::for_training(device, run.precision)) {
         Ok(compute) => compute,
         Err(error) => {
-            println!("\nnot estimated, as this is not the machine for it: {error}");
+            outln!("\nnot estimated, as this is not the machine for it: {error}")?;
             return Ok(());
         }
     };
@@ -179,31 +204,30 @@ fn dry_run(plan: &Plan, slots: usize) -> Result<()> {
         peak_flops: measured,
     };
     let (estimates, rate) = plan.estimates(&machine)?;
-    println!("\nestimated on this machine ({}):", compute.device);
+    outln!("\nestimated on this machine ({}):", compute.device)?;
     for (at, (run, estimate)) in plan.runs.iter().zip(&estimates).enumerate() {
         let time = estimate.seconds.map_or("unknown time".to_owned(), duration);
         let done = if estimate.finished { ", finished" } else { "" };
         let memory = estimate.memory_bytes as f64 / 1e9;
-        println!("{at} {}: {time}, {memory:.2} GB{done}", run.name);
+        outln!("{at} {}: {time}, {memory:.2} GB{done}", run.name)?;
     }
     let left = estimates.iter().filter(|estimate| !estimate.finished);
     let total: Option<f64> = left.map(|estimate| estimate.seconds).sum();
     let total = total.map(|seconds| seconds / slots as f64);
     let gflops = |rate: f64| format!("{:.0} GFLOP/s", rate / 1e9);
     match (total, rate) {
-        (Some(total), Rate::Measured(rate)) => println!(
+        (Some(total), Rate::Measured(rate)) => outln!(
             "training left: {}, at the {} of the runs that are finished",
             duration(total),
             gflops(rate)
         ),
-        (Some(total), Rate::Expected(rate)) => println!(
+        (Some(total), Rate::Expected(rate)) => outln!(
             "training left: {}, at {}, 40 % of the machine's peak",
             duration(total),
             gflops(rate)
         ),
-        _ => println!("training left: unknown, because the device's peak rate is"),
+        _ => outln!("training left: unknown, because the device's peak rate is"),
     }
-    Ok(())
 }
 
 /// Finds the kind of a device and, on the CPU, its peak rate.
@@ -225,8 +249,7 @@ impl OnDevice for Measure {
 fn write_slurm(plan: &Plan, file: &Path, script: &Path) -> Result<()> {
     let (exe, folder) = (std::env::current_exe()?, std::env::current_dir()?);
     let Some(text) = plan.slurm_script(file, &exe, &folder)? else {
-        println!("all runs are finished: there is nothing to submit");
-        return Ok(());
+        return outln!("all runs are finished: there is nothing to submit");
     };
     std::fs::create_dir_all(plan.sweep.dir())?;
     std::fs::write(script, text).map_err(|error| {
@@ -235,8 +258,7 @@ fn write_slurm(plan: &Plan, file: &Path, script: &Path) -> Result<()> {
             script.display()
         )
     })?;
-    println!("{}", script.display());
-    Ok(())
+    outln!("{}", script.display())
 }
 
 /// Does one run.
@@ -251,10 +273,7 @@ fn do_one(plan: &Plan, at: usize, stop: &StopFlag) -> Result<()> {
     let status = execute_one(plan, at, &launch_current_exe, stop, &mut SweepProgress::new());
     let name = &plan.runs[at].name;
     match status {
-        Status::Finished => {
-            println!("{name}: finished");
-            Ok(())
-        }
+        Status::Finished => outln!("{name}: finished"),
         Status::Pending => bail!("{name} is not finished\n  hint: run the same command again"),
         Status::Failed(reason) => bail!("{name} failed: {reason}"),
     }

@@ -7,6 +7,8 @@ use longwall_config::parse_count;
 use longwall_data::{TrainBpe, train_bpe};
 
 use super::prepare::CorpusArgs;
+use crate::numbers::whole;
+use crate::output::outln;
 use crate::progress::DataProgress;
 
 /// Subcommands of `longwall tokenizer`.
@@ -31,7 +33,7 @@ pub struct TrainArgs {
     vocab_size: u64,
 
     /// How often a pair must occur to be merged
-    #[arg(long, default_value_t = 2, value_name = "COUNT")]
+    #[arg(long, default_value_t = 2, value_parser = whole::<u64>(1..=u64::MAX), value_name = "COUNT")]
     min_frequency: u64,
 
     /// Most bytes of text to read; by default all
@@ -59,14 +61,13 @@ pub fn run(Command::Train(args): Command) -> Result<()> {
         max_bytes: args.max_bytes,
     };
     let report = train_bpe(&options, &DataProgress::new(None))?;
-    println!(
+    outln!(
         "{}: {} tokens, from {} documents ({:.1} MB) in {:.1} s",
         report.out.display(),
         report.vocab_size,
         report.documents,
         report.bytes as f64 / 1e6,
         report.seconds
-    );
-    println!("use it: [tokenizer] kind = \"file\", path = \"{}\"", report.out.display());
-    Ok(())
+    )?;
+    outln!("use it: [tokenizer] kind = \"file\", path = \"{}\"", report.out.display())
 }

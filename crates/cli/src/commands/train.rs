@@ -1,9 +1,11 @@
 //! `longwall train --config FILE`, `longwall train --resume RUN`, on one GPU or several.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Result, bail};
+use clap::ArgGroup;
 use longwall_config::shell_quoted;
 use longwall_data::{NoProgress, Progress};
 use longwall_eval::{Discard, SuiteConfig};
@@ -26,18 +28,21 @@ use super::eval::{NamedSuite, evaluate, suites_in_the_loop, suites_of};
 use super::plot::draw_run;
 use crate::context::{DeviceArg, open_run};
 use crate::evaluator::LoopEvaluator;
+use crate::numbers::whole;
+use crate::output;
 use crate::progress::DataProgress;
 use crate::ranks::{self, Rank};
 
 /// Arguments of `longwall train`.
 #[derive(clap::Args)]
+#[command(group(ArgGroup::new("start").required(true).args(["config", "resume"])))]
 pub struct Args {
     /// The run's configuration
-    #[arg(long, value_name = "FILE", required_unless_present = "resume")]
+    #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
 
     /// Continue the run in this folder from its newest checkpoint
-    #[arg(long, value_name = "RUN", conflicts_with_all = ["config", "force"])]
+    #[arg(long, value_name = "RUN", conflicts_with = "force")]
     resume: Option<PathBuf>,
 
     /// Start a new run from the weights of a run's newest checkpoint, or of a checkpoint (RUN/checkpoints/step-N),
@@ -68,12 +73,17 @@ pub struct Args {
     /// Train on this many GPUs of this machine, one process each: GPUs 0 to N−1 of those that are visible. Each step's
     /// rows are divided over them; the run is the same as on one GPU, up to rounding. On several machines, torchrun or
     /// Slurm starts the processes instead
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(long, value_name = "N", value_parser = whole::<u16>(1..=u16::MAX.into()))]
     gpus: Option<u16>,
 
     /// Seconds after which a run on several GPUs ends if a step has not finished; the first step, also of each stage,
     /// has three times as long
-    #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        default_value_t = 600,
+        value_parser = whole::<u32>(1..=u32::MAX.into())
+    )]
     rank_timeout: u32,
 }
 
@@ -112,7 +122,7 @@ pub fn run(args: Args) -> Result<()> {
     let is_first = rank.as_ref().is_none_or(|(environment, _)| environment.world.is_first());
     let start = (start, from);
     let (outcome, rank) =
-        train_on(&compute, &config, start, rank, args.verify, &stop, &in_the_loop)?;
+        train_on(&compute, &config, start, rank, args.verify, &stop, (&in_the_loop, &suites))?;
     let stopped_in_loop = stop.is_raised() && !in_the_loop.is_empty();
     let say_goodbye = || rank.iter().for_each(|(_, store)| store.close());
     if !outcome.is_finished() || stopped_in_loop {
@@ -147,7 +157,7 @@ pub fn run(args: Args) -> Result<()> {
     evaluate_after(&config, &outcome.run_dir, &suites, rank.as_ref(), &stop)?;
     say_goodbye();
     if is_first {
-        print_next(&config, &outcome.run_dir);
+        print(format_args!("{}", next_commands(&config, &outcome.run_dir)));
     }
     Ok(())
 }
@@ -178,7 +188,8 @@ fn launch(gpus: usize, config: &RunConfig, start: &RunStart) -> Result<()> {
     if config.run.device == DeviceChoice::Cpu {
         return Err(DeviceError::RanksOnCpu { ranks: size }.into());
     }
-    ranks::check_gpus(gpus)?;
+    let remedy = "leave out --gpus; with --device cpu, one process trains on all cores";
+    ranks::check_gpus(gpus, remedy)?;
     // Report a missing library once.
     nccl_version()?;
     for stage in config.timeline().stages() {
@@ -237,7 +248,7 @@ fn train_on(
     rank: Option<Rank>,
     verify: bool,
     stop: &StopFlag,
-    suites: &[NamedSuite],
+    (in_the_loop, after): (&[NamedSuite], &[NamedSuite]),
 ) -> Result<(Outcome, Option<Rank>)> {
     struct Train<'a> {
         config: &'a RunConfig,
@@ -246,7 +257,8 @@ fn train_on(
         rank: Option<Rank>,
         verify: bool,
         stop: &'a StopFlag,
-        suites: &'a [NamedSuite],
+        in_the_loop: &'a [NamedSuite],
+        after: &'a [NamedSuite],
         meters: Meters,
         device_name: String,
         precision: Precision,
@@ -276,7 +288,8 @@ fn train_on(
             let mut evaluator = LoopEvaluator::<B> {
                 config: self.config,
                 folder: run_dir.join("eval"),
-                suites: self.suites,
+                suites: self.in_the_loop,
+                after: self.after,
                 stop: self.stop,
                 precision: self.precision,
                 device: device.clone(),
@@ -324,7 +337,8 @@ fn train_on(
         rank,
         verify,
         stop,
-        suites,
+        in_the_loop,
+        after,
         meters,
         device_name,
         precision,
@@ -354,35 +368,43 @@ fn evaluate_after(
             evaluate(run.with_weights(group[0])?, suites, discard, ranks, stop)
         })?;
         for report in reports {
-            println!("{report}");
+            print(format_args!("{report}\n"));
         }
     }
     Ok(())
 }
 
-fn print_next(config: &RunConfig, run_dir: &Path) {
+/// Prints to stdout, which a run does not need: what cannot be printed is dropped, with a warning.
+fn print(text: fmt::Arguments<'_>) {
+    if let Err(error) = output::print(text) {
+        tracing::warn!("not everything was printed: {error:#}");
+    }
+}
+
+/// What to do with a trained run.
+fn next_commands(config: &RunConfig, run_dir: &Path) -> String {
     let exe = shell_quoted(Path::new(&std::env::args().next().unwrap_or_default()));
     let run = shell_quoted(run_dir);
-    println!("\nNext, for example:");
+    let mut text = "\nNext, for example:\n".to_owned();
     let generated = generated_suites(config);
     match generated.as_deref() {
         Some(suites) => {
             for suite in suites {
                 // The run has no text of its own to hide things in.
                 let reads_text = SuiteConfig::text_readers().any(|name| name == suite);
-                let text = if reads_text { " --text FILES" } else { "" };
-                println!("  {exe} eval {suite} --run {run}{text}");
+                let files = if reads_text { " --text FILES" } else { "" };
+                text += &format!("  {exe} eval {suite} --run {run}{files}\n");
             }
         }
         None => {
-            println!("  {exe} generate --run {run} --max-tokens 200");
+            text += &format!("  {exe} generate --run {run} --max-tokens 200\n");
             if config.model.positions == Positions::None {
-                println!("  {exe} eval passkey --run {run} --lengths 500,1000 --trials 20");
+                let sizes = "--lengths 500,1000 --trials 20";
+                text += &format!("  {exe} eval passkey --run {run} {sizes}\n");
             }
         }
     }
-    println!("  {exe} plot {run} --out loss.png");
-    println!("  {exe} report {run}");
+    text + &format!("  {exe} plot {run} --out loss.png\n  {exe} report {run}\n")
 }
 
 /// The suites of the tasks that a run was trained on, by their common names; none if it was trained on text too.

@@ -7,6 +7,7 @@ use longwall_model::{ModelConfig, cost};
 use serde::Serialize;
 
 use crate::costs::{ratio, short, state_bytes};
+use crate::output::{outln, print};
 
 /// Arguments of `longwall variants`.
 #[derive(clap::Args)]
@@ -52,14 +53,14 @@ struct Cost {
 pub fn run(args: Args) -> Result<()> {
     let rows = rows()?;
     if args.json {
-        println!("{}", serde_json::to_string_pretty(&rows)?);
+        outln!("{}", serde_json::to_string_pretty(&rows)?)?;
     } else if args.markdown {
-        print!("{}", markdown(&rows));
+        print(format_args!("{}", markdown(&rows)))?;
     } else {
         for row in &rows {
             let kernels = list(&row.kernels, "none");
-            println!("{:<16} {}", row.kind, row.source);
-            println!("{:<16} keys: {}; kernels: {kernels}", "", list(&row.keys, "none"));
+            outln!("{:<16} {}", row.kind, row.source)?;
+            outln!("{:<16} keys: {}; kernels: {kernels}", "", list(&row.keys, "none"))?;
         }
     }
     Ok(())

@@ -6,6 +6,7 @@ use anyhow::{Result, bail};
 use longwall_data::{MANIFEST_FILE, verify_shards};
 use longwall_train::verify::verify_run;
 
+use crate::output::outln;
 use crate::progress::DataProgress;
 
 /// Arguments of `longwall verify`.
@@ -28,15 +29,14 @@ pub fn run(args: Args) -> Result<()> {
     if unsound > 0 {
         bail!("{unsound} of {total} files are not sound\n  hint: restore them from a copy");
     }
-    println!("{total} files are sound");
-    Ok(())
+    outln!("{total} files are sound")
 }
 
 /// Checks one folder; returns how many of its files are not sound, and how many it has.
 fn verify(path: &Path) -> Result<(usize, usize)> {
     if path.join(MANIFEST_FILE).is_file() {
         let report = verify_shards(path, &DataProgress::new(None))?;
-        report.shards.iter().for_each(|shard| println!("{shard}"));
+        report.shards.iter().try_for_each(|shard| outln!("{shard}"))?;
         return Ok((report.unsound().count(), report.shards.len()));
     }
     if !path.join("config.toml").is_file() {
@@ -47,6 +47,6 @@ fn verify(path: &Path) -> Result<(usize, usize)> {
         );
     }
     let files = verify_run(path)?;
-    files.iter().for_each(|file| println!("{file}"));
+    files.iter().try_for_each(|file| outln!("{file}"))?;
     Ok((files.iter().filter(|file| file.problem.is_some()).count(), files.len()))
 }

@@ -429,3 +429,24 @@ fn holding_out_nothing_warns() {
     let lines = logged(|| drop(prepare(&options, &tokenizer(), &NoProgress).unwrap()));
     insta::assert_snapshot!(lines.join("\n"), @r"WARN no text is held out for validation: none of 3 documents has a hash below the validation fraction of 0.001; give more documents, or a greater fraction");
 }
+
+/// As after a failure of the process that had the lock: its file and the folder are gone.
+#[test]
+fn a_lock_whose_file_was_removed_is_taken_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("shards");
+    let first = Lock::take(&out).unwrap();
+    let waiting = std::thread::spawn({
+        let out = out.clone();
+        move || Lock::take(&out).unwrap()
+    });
+    std::thread::sleep(Duration::from_millis(200));
+    let Lock { path, _file } = first;
+    std::fs::remove_file(&path).unwrap();
+    std::fs::remove_dir(&out).unwrap();
+    drop(_file);
+    let second = waiting.join().unwrap();
+    assert!(File::open(&path).unwrap().try_lock().is_err(), "the lock is not that of the folder");
+    second.release();
+    assert!(!path.exists());
+}

@@ -162,7 +162,8 @@ impl OpenContext<'_> {
         let mut options = PrepareOptions::new(corpus, PathBuf::new(), self.kind);
         options.validation_fraction = self.data.validation_fraction;
         let cache = &self.data.cache_dir;
-        let (folder, manifest) = prepare_cached(options, cache, self.tokenizer, self.progress)?;
+        let (folder, manifest) = prepare_cached(options, cache, self.tokenizer, self.progress)
+            .map_err(|error| error.in_cache(cache))?;
         let split = match self.split {
             Split::Train => &manifest.train,
             Split::Validation => &manifest.validation,

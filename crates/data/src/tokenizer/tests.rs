@@ -213,11 +213,20 @@ fn train(
     vocab_size: usize,
     max_bytes: Option<u64>,
 ) -> Result<TrainBpeReport, DataError> {
+    train_to(&folder.join("bpe.json"), folder, vocab_size, max_bytes)
+}
+
+fn train_to(
+    out: &Path,
+    folder: &Path,
+    vocab_size: usize,
+    max_bytes: Option<u64>,
+) -> Result<TrainBpeReport, DataError> {
     let text = folder.join("text.txt");
     std::fs::write(&text, "the cat sat on the mat, and the dog did not. ".repeat(50)).unwrap();
     let options = TrainBpe {
         corpus: Arc::new(text::Config::new(vec![text])),
-        out: folder.join("bpe.json"),
+        out: out.to_path_buf(),
         vocab_size,
         min_frequency: 2,
         max_bytes,
@@ -260,7 +269,32 @@ fn training_refuses_what_cannot_work_with_a_remedy() {
     std::fs::create_dir(folder.path().join("bpe.json")).unwrap();
     let error = train(folder.path(), 260, None).unwrap_err().to_string();
     insta::assert_snapshot!(error.replace(&folder.path().display().to_string(), "DIR"), @r"
-    cannot write DIR/bpe.json: Is a directory (os error 21)
-      hint: choose a folder you may write to, with enough space on its disk
+    out is the folder DIR/bpe.json; allowed: a file
+      hint: name a file, for example DIR/bpe.json/tokenizer.json
     ");
+}
+
+#[test]
+fn the_folder_of_a_trained_tokenizer_is_made_or_refused_before_training() {
+    let folder = tempfile::tempdir().unwrap();
+    let new = folder.path().join("new/folder");
+    train_to(&new.join("bpe.json"), folder.path(), 260, None).unwrap();
+    assert_eq!(std::fs::read_dir(new).unwrap().count(), 1, "only the tokenizer");
+
+    struct Untouched;
+    impl crate::Progress for Untouched {
+        fn start(&self, _: &str, _: Option<u64>) {
+            panic!("training began");
+        }
+    }
+    let text = folder.path().join("text.txt");
+    let options = TrainBpe {
+        corpus: Arc::new(text::Config::new(vec![text.clone()])),
+        out: text.join("bpe.json"),
+        vocab_size: 260,
+        min_frequency: 2,
+        max_bytes: None,
+    };
+    let error = train_bpe(&options, &Untouched).unwrap_err().to_string();
+    assert!(error.starts_with(&format!("cannot write {}", options.out.display())), "{error}");
 }

@@ -1,6 +1,8 @@
 //! Training a byte-level BPE on the user's text.
 
-use std::path::PathBuf;
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Instant;
@@ -13,7 +15,7 @@ use tokenizers::{AddedToken, Tokenizer as HfTokenizer};
 use super::{END_OF_TEXT, Tokenizer, TokenizerConfig};
 use crate::corpus::{Decoded, Inputs, Position, ReadBytes, read};
 use crate::shard::write_atomically;
-use crate::{Corpus, DataError, Progress};
+use crate::{Corpus, DataError, Progress, files};
 
 /// Bytes and end of text.
 const LEAST_VOCAB: usize = 257;
@@ -23,7 +25,7 @@ const LEAST_VOCAB: usize = 257;
 pub struct TrainBpe {
     /// The text to learn from.
     pub corpus: Arc<dyn Corpus>,
-    /// The `tokenizer.json` to write; its folder must exist.
+    /// The `tokenizer.json` to write; its folder is created if it does not exist.
     pub out: PathBuf,
     /// Tokens in the vocabulary, at least 257: the bytes, end of text, and the merges.
     pub vocab_size: usize,
@@ -58,6 +60,7 @@ pub fn train_bpe(options: &TrainBpe, progress: &dyn Progress) -> Result<TrainBpe
     let started = Instant::now();
     check(options)?;
     let inputs = options.corpus.find()?;
+    prepare_out(&options.out).map_err(|source| DataError::write(&options.out, source))?;
     progress.start("training a tokenizer", Some(inputs.total_bytes));
     let (made, read) = train(options, &inputs, progress)?;
     if read.bytes == 0 {
@@ -100,7 +103,22 @@ fn check(options: &TrainBpe) -> Result<(), DataError> {
     if options.max_bytes == Some(0) {
         return fail("max_bytes", "0".into(), "1 or more", "leave it out to read everything");
     }
+    if options.out.is_dir() || options.out.as_os_str().as_encoded_bytes().ends_with(b"/") {
+        let (out, file) = (options.out.display(), options.out.join("tokenizer.json"));
+        let hint = format!("name a file, for example {}", file.display());
+        return fail("out", format!("the folder {out}"), "a file", &hint);
+    }
     Ok(())
+}
+
+/// Creates the folder of `out` and tries a file in it: training takes long.
+fn prepare_out(out: &Path) -> io::Result<()> {
+    if let Some(folder) = out.parent() {
+        fs::create_dir_all(folder)?;
+    }
+    let trial = files::with_suffix(out, &format!(".{}.trial", std::process::id()));
+    File::create_new(&trial)?;
+    fs::remove_file(&trial)
 }
 
 fn failed(reason: &str) -> DataError {

@@ -148,7 +148,7 @@ impl CheckpointFolder {
         let others = self.steps().unwrap_or_default().into_iter().filter(|&other| other != step);
         let hint = match others.rev().find(is_sound) {
             Some(other) => format!(
-                "step {other} is sound: use it with --checkpoint {other}, or remove {} to resume from it",
+                "step {other} is sound: remove {} to resume from it; commands with --checkpoint take {other} there",
                 self.step_dir(step).display()
             ),
             None => "restore it from a copy: no other checkpoint of the run is sound".to_owned(),
@@ -156,12 +156,17 @@ impl CheckpointFolder {
         CheckpointError::Damaged { path, reason, hint }
     }
 
+    /// `best.json`.
+    pub fn best_file(&self) -> PathBuf {
+        self.path.join(BEST_FILE)
+    }
+
     /// Records the best checkpoint in `best.json`.
     ///
     /// # Errors
     /// When the file cannot be written.
     pub fn mark_best(&self, best: Best) -> Result<(), CheckpointError> {
-        let path = self.path.join(BEST_FILE);
+        let path = self.best_file();
         let text = serde_json::to_vec_pretty(&best).expect("a step and a loss have a JSON form");
         files::write_atomically(&path, &text)
             .map_err(|source| CheckpointError::Write { path, source })
@@ -172,7 +177,7 @@ impl CheckpointFolder {
     /// # Errors
     /// When it cannot be read.
     pub fn best(&self) -> Result<Option<Best>, CheckpointError> {
-        let path = self.path.join(BEST_FILE);
+        let path = self.best_file();
         let bytes = match fs::read(&path) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),

@@ -28,7 +28,7 @@ pub(crate) use writer::{
 
 use crate::config::{Difference, RunConfig};
 use crate::optimiser::OptimiserConfig;
-use crate::run_folder::NoRun;
+use crate::run_folder::{NoRun, is_run};
 
 /// A weight's name and shape.
 type NameAndShape = (String, Vec<usize>);
@@ -56,7 +56,7 @@ impl Checkpoint {
         let steps = folder.steps()?;
         if steps.is_empty() {
             let run_dir = run_dir.to_owned();
-            return Err(match run_dir.join(CONFIG_FILE).is_file() {
+            return Err(match is_run(&run_dir) {
                 true => CheckpointError::NoCheckpoint { run_dir },
                 false => NoRun { path: run_dir }.into(),
             });
@@ -78,7 +78,7 @@ impl Checkpoint {
     /// # Errors
     /// As [`Checkpoint::open`]; [`CheckpointError::NoCheckpointAt`] for a folder that is neither.
     pub fn at(path: &Path) -> Result<Self, CheckpointError> {
-        if path.join(folder::STATE_FILE).is_file() {
+        if is_at(path) {
             return Self::read(path.to_owned());
         }
         match Self::open(path, CheckpointSelector::Latest) {
@@ -331,8 +331,13 @@ pub fn affects_results(key: &str) -> bool {
     !harmless
 }
 
+/// Whether the folder `path` is a checkpoint.
+pub(crate) fn is_at(path: &Path) -> bool {
+    path.join(folder::STATE_FILE).is_file()
+}
+
 /// The run whose `checkpoints/` the path lies in, by its name and its configuration.
-fn run_dir_of(path: &Path) -> Option<&Path> {
+pub(crate) fn run_dir_of(path: &Path) -> Option<&Path> {
     let folder = path.parent().filter(|parent| parent.ends_with(folder::CHECKPOINTS))?;
     folder.parent().filter(|run| run.join(CONFIG_FILE).is_file())
 }

@@ -86,8 +86,70 @@ pub(super) fn key_error(
     if let Some(error) = of_other_kind(&key, sets, &message) {
         return error;
     }
+    if expects_table(&message) && value_at(table, &key).is_some_and(|value| !value.is_table()) {
+        return no_table(layers, table, sets, &key, retry);
+    }
     let (problem, hint) = describe(&key, value_at(table, &key), &message);
     ConfigError::Key { place: place(layers, sets, &key), problem, hint }
+}
+
+/// Whether serde's message says that a value should be a table with known keys.
+pub(super) fn expects_table(message: &str) -> bool {
+    let expected = message.rsplit_once("expected ").map_or("", |(_, expected)| expected);
+    ["internally tagged enum ", "struct "].iter().any(|prefix| expected.starts_with(prefix))
+}
+
+/// The error of `key`, whose value is no table but should be one.
+pub(super) fn no_table(
+    layers: &[Layer],
+    table: &Table,
+    sets: &[Override],
+    key: &[String],
+    retry: impl Fn(Table) -> Option<String>,
+) -> ConfigError {
+    // The message about a table of an unknown kind lists the kinds; of a table without kinds, the keys.
+    let mut whole = table.clone();
+    if let Some(value) = value_at_mut(&mut whole, key) {
+        *value = Value::Table(Table::from_iter([("kind".to_owned(), "".into())]));
+    }
+    let message = retry(whole).unwrap_or_default();
+    let (name, names) = (key.join("."), quoted_list(&message));
+    let (list, value) = (names.join(", "), value_at(table, key).expect("the key is in the table"));
+    let (allowed, form) = match names.first() {
+        Some(first) if message.starts_with("unknown variant `") => {
+            let kind = value.as_str().and_then(|text| nearest(text, &names)).unwrap_or(first);
+            let form = format!("{{ kind = \"{kind}\" }}");
+            (format!("a table such as {form}, with kind one of {list}"), form)
+        }
+        Some(first) => (format!("a table with the keys {list}"), format!("{{ {first} = … }}")),
+        None => ("a table".to_owned(), "{ … }".to_owned()),
+    };
+    ConfigError::Key {
+        place: place(layers, sets, key),
+        problem: format!("{name} is {value}; allowed: {allowed}"),
+        hint: format!("write {name} = {form}"),
+    }
+}
+
+/// The first key whose value is an array in `given` and became a table in `read`: serde reads a struct also from an
+/// array of its values.
+pub(super) fn array_read_as_table(given: &Value, read: &Value) -> Option<Vec<String>> {
+    let inner = |segment: &str, given: &Value, read: &Value| {
+        let mut key = array_read_as_table(given, read)?;
+        key.insert(0, segment.to_owned());
+        Some(key)
+    };
+    match (given, read) {
+        (Value::Array(_), Value::Table(_)) => Some(vec![]),
+        (Value::Table(given), Value::Table(read)) => {
+            given.iter().find_map(|(name, value)| inner(name, value, read.get(name)?))
+        }
+        (Value::Array(given), Value::Array(read)) => {
+            let mut pairs = given.iter().zip(read).enumerate();
+            pairs.find_map(|(index, (given, read))| inner(&index.to_string(), given, read))
+        }
+        _ => None,
+    }
 }
 
 /// The error of a key that is unknown because an override changes the `kind` of its table alone.
@@ -239,6 +301,7 @@ fn in_words(expected: &str) -> &str {
         "a boolean" => "true or false",
         "a sequence" => "an array [...]",
         "a map" => "a table",
+        "string only" => "a string",
         other => other,
     }
 }

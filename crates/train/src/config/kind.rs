@@ -2,9 +2,9 @@
 
 use longwall_config::{Problem, Problems};
 use longwall_kernels::attention::{AttentionConfig, AttentionShape};
-use toml::Table;
+use toml::{Table, Value};
 
-use super::error::nearest;
+use super::error::{array_read_as_table, expects_table, nearest};
 use super::{ConfigError, Override};
 
 /// Why options do not give an attention kind.
@@ -89,10 +89,24 @@ pub fn parse_kind(kind: &str, sets: &[String]) -> Result<AttentionConfig, KindEr
         }
         set.apply(&mut table)?;
     }
-    table.try_into().map_err(|error: toml::de::Error| {
-        let (sets, reason) = (sets.join(" --set "), error.message().to_owned());
+    read_kind(table).map_err(|reason| {
+        let sets = sets.join(" --set ");
         KindError::Keys { sets, reason, kind, keys }
     })
+}
+
+/// The configuration in `table`, or what is wrong with it.
+fn read_kind(table: Table) -> Result<AttentionConfig, String> {
+    let no_table = "expected a table with `kind`".to_owned();
+    let given = Value::Table(table);
+    let config = given.clone().try_into().map_err(|error: toml::de::Error| {
+        if expects_table(error.message()) { no_table.clone() } else { error.message().to_owned() }
+    })?;
+    let read = Value::try_from(&config).expect("a configuration has a TOML form");
+    match array_read_as_table(&given, &read) {
+        Some(key) => Err(format!("{}: {no_table}", key.join("."))),
+        None => Ok(config),
+    }
 }
 
 /// The kind that has `name` as a value of one of its keys, such as `alibi`: `kind = "rope", position =

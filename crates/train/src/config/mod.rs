@@ -153,10 +153,10 @@ impl RunConfig {
     pub fn validate(&self, problems: &mut Problems) {
         let name = &self.run.name;
         problems.check(
-            !name.is_empty() && !name.contains(['/', '\\']) && !name.starts_with('.'),
+            is_folder_name(name),
             "run.name",
             format!("\"{name}\""),
-            "a folder name without `/` and without a leading `.`",
+            FOLDER_NAME,
             "use for example \"wall-124m\"; run.out_dir says where the folder goes",
         );
         problems.check(
@@ -402,13 +402,16 @@ impl RunConfig {
 
 /// Deserialises the text `source` of the file `path`; an error says which key is wrong and where it was
 /// set.
-pub(crate) fn read_toml<T: DeserializeOwned>(source: &str, path: &Path) -> Result<T, ConfigError> {
+pub(crate) fn read_toml<T: DeserializeOwned + Serialize>(
+    source: &str,
+    path: &Path,
+) -> Result<T, ConfigError> {
     let layer = Layer { path: path.to_owned(), source: source.to_owned() };
     deserialize(extends::parse(&layer)?, &[layer], &[])
 }
 
 /// Deserialises `table`, read from the files `layers`, with the overrides `sets`.
-fn deserialize<T: DeserializeOwned>(
+fn deserialize<T: DeserializeOwned + Serialize>(
     mut table: Table,
     layers: &[Layer],
     sets: &[Override],
@@ -416,13 +419,18 @@ fn deserialize<T: DeserializeOwned>(
     for set in sets {
         set.apply(&mut table)?;
     }
-    serde_path_to_error::deserialize(Value::Table(table.clone())).map_err(|error| {
-        let retry = |table: Table| {
-            let result: Result<T, _> = Value::Table(table).try_into();
-            result.err().map(|error| error.message().to_owned())
-        };
-        error::key_error(layers, &table, sets, &error, retry)
-    })
+    let retry = |table: Table| {
+        let result: Result<T, _> = Value::Table(table).try_into();
+        result.err().map(|error| error.message().to_owned())
+    };
+    let given = Value::Table(table.clone());
+    let config: T = serde_path_to_error::deserialize(given.clone())
+        .map_err(|error| error::key_error(layers, &table, sets, &error, retry))?;
+    let read = Value::try_from(&config).expect("a configuration has a TOML form");
+    match error::array_read_as_table(&given, &read) {
+        Some(key) => Err(error::no_table(layers, &table, sets, &key, retry)),
+        None => Ok(config),
+    }
 }
 
 /// A key whose value differs between two configurations.

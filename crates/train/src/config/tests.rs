@@ -117,6 +117,44 @@ fn values_of_the_wrong_type_are_named() {
 }
 
 #[test]
+fn a_value_in_place_of_a_table_is_refused_with_the_tables_form() {
+    for (key, kind) in
+        [("model.attention", "fox"), ("train.optimiser", "muon"), ("train.schedule", "linear")]
+    {
+        let found = error(&[&format!("{key}={kind}")]);
+        let expected = format!(
+            "{key} is \"{kind}\"; allowed: a table such as {{ kind = \"{kind}\" }}, with kind one of "
+        );
+        assert!(found.contains(&expected), "{found}");
+        assert!(
+            found.ends_with(&format!("hint: write {key} = {{ kind = \"{kind}\" }}")),
+            "{found}"
+        );
+    }
+    insta::assert_snapshot!(error(&["tokenizer=[\"gpt2\"]"]), @r#"
+    --set tokenizer=["gpt2"]: tokenizer is ["gpt2"]; allowed: a table such as { kind = "gpt2" }, with kind one of gpt2, bytes, file
+      hint: write tokenizer = { kind = "gpt2" }
+    "#);
+    insta::assert_snapshot!(error(&["train.norms=never"]), @r#"
+    --set train.norms=never: train.norms is "never"; allowed: a table with the keys every
+      hint: write train.norms = { every = … }
+    "#);
+    for (key, array) in [
+        ("run", "[\"a\"]"),
+        ("model.attention", "[\"rope\"]"),
+        ("model.attention.scaling", "[\"none\"]"),
+        ("train.schedule", "[\"linear\"]"),
+        ("train.norms", "[\"never\"]"),
+        ("train.stages.0", "[0.5, 8192]"),
+    ] {
+        let set = format!("{key}={array}");
+        let stages = "train.stages=[{ from = 0.5, batch_tokens = 8192 }]";
+        let found = error(&[stages, &set]);
+        assert!(found.contains(&format!("{key} is {array}; allowed: a table")), "{found}");
+    }
+}
+
+#[test]
 fn missing_keys_are_named() {
     insta::assert_snapshot!(error_of("lr = 1e-3", ""), @r"
     configs/small.toml:21: train.lr is missing
@@ -159,7 +197,7 @@ fn values_out_of_range_are_reported_together() {
     let sets = ["run.name=\"a/b\"", "model.heads=5", "train.lr=0", "train.batch_tokens=1000"];
     insta::assert_snapshot!(error(&sets), @r#"
     configs/small.toml: the configuration has 4 problems:
-    run.name is "a/b"; allowed: a folder name without `/` and without a leading `.`
+    run.name is "a/b"; allowed: the name of a folder, which holds no / or \ and does not begin with a dot
       hint: use for example "wall-124m"; run.out_dir says where the folder goes
     model.heads is 5; allowed: a divisor of model.width, 64
       hint: change heads or width, or set model.head_dim

@@ -1,5 +1,7 @@
 //! A progress bar on a terminal.
 
+use std::io::{self, Write};
+
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use super::{Console, Ending, RunInfo, StepView, format};
@@ -62,6 +64,7 @@ impl Console for BarConsole {
 
     fn end(&mut self, ending: &Ending) {
         self.bar.finish_and_clear();
-        eprintln!("{}", format::end(ending));
+        // Nobody may read it any more.
+        let _ = writeln!(io::stderr(), "{}", format::end(ending));
     }
 }

@@ -428,6 +428,14 @@ mod tests {
         assert_eq!(failure.output, ["why"]);
     }
 
+    /// A library of the system may write paths in another encoding.
+    #[test]
+    fn output_that_is_not_utf_8_is_kept() {
+        let failure =
+            failure(r"if [ $RANK = 1 ]; then printf 'a\377b\nlast\n' >&2; exit 1; fi; exit 75");
+        assert_eq!(failure.output, ["a\u{fffd}b", "last"]);
+    }
+
     #[test]
     fn a_rank_that_does_not_answer_is_killed_and_named() {
         let started = Instant::now();

@@ -10,6 +10,7 @@ use crate::checkpoint::{Checkpoint, CheckpointFolder, CheckpointSelector, State}
 use crate::config::RunConfig;
 use crate::distributed::{Collective, of_first};
 use crate::error::TrainError;
+use crate::metrics;
 use crate::run_folder::RunFolder;
 
 /// Where a run begins.
@@ -32,7 +33,12 @@ pub(super) fn begin<B: OpBackend>(
     let (run_dir, resumed, checkpoint) = match &options.start {
         RunStart::Resume(path) => {
             let folder = first.then(|| RunFolder::open(path)).transpose()?;
-            (path.clone(), folder, newest(path, collective)?)
+            let checkpoint = newest(path, collective)?;
+            if let (Some(folder), Some(checkpoint)) = (&folder, &checkpoint) {
+                // The plot at the end reads them.
+                metrics::read_begun(&folder.metrics(), checkpoint.state.metrics_bytes)?;
+            }
+            (path.clone(), folder, checkpoint)
         }
         RunStart::New | RunStart::Force => {
             if first {

@@ -118,7 +118,7 @@ pub(super) fn open<'a, B: OpBackend>(
         open_model::<B>(config, &data.tokenizer, start, options.precision, world, device)?;
     let carried = open_carried(&data.loader, checkpoint, &stages, &model, world, device)?;
     let sampler = open_sampler(config, &data.tokenizer, model.max_len())?;
-    if !config.train.evaluate.is_empty() {
+    if !config.train.evaluate.is_empty() || !config.eval.is_empty() {
         // As with the data, rank 0 writes what the others read.
         if !world.is_first() {
             collective.barrier()?;

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
 use super::axis::{Axis, check_condition};
-use crate::config::{ConfigError, is_folder_name, read_toml, validate_evals};
+use crate::config::{ConfigError, FOLDER_NAME, is_folder_name, read_toml, validate_evals};
 
 /// A sweep file.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -117,7 +117,7 @@ impl SweepConfig {
             is_folder_name(&self.name),
             "name",
             format!("\"{}\"", self.name),
-            "a folder name without `/` and without a leading `.`",
+            FOLDER_NAME,
             "use for example \"attention-kinds\"; out_dir says where the folder goes",
         );
         let repeated = self.seeds.iter().enumerate().find(|(i, s)| self.seeds[..*i].contains(s));

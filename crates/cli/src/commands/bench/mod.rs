@@ -14,11 +14,11 @@ use longwall_bench::{
 use longwall_model::Precision;
 use serde::Serialize;
 
-use self::parse::{
-    gemm_shape, kernel_shape, parse_context, parse_operation, parse_range, parse_size,
-};
+use self::parse::{gemm_shape, kernel_shape, parse_context, parse_operation, parse_range};
 use crate::commands::generate::SamplingArgs;
 use crate::context::DeviceArg;
+use crate::numbers::whole;
+use crate::output::outln;
 use crate::progress::BenchProgress;
 
 /// Subcommands of `longwall bench`.
@@ -70,12 +70,7 @@ pub fn run(command: Command) -> Result<()> {
 }
 
 fn print<R: Serialize + Display>(report: &R, json: bool) -> Result<()> {
-    if json {
-        println!("{}", serde_json::to_string_pretty(report)?);
-    } else {
-        println!("{report}");
-    }
-    Ok(())
+    if json { outln!("{}", serde_json::to_string_pretty(report)?) } else { outln!("{report}") }
 }
 
 /// Options of every benchmark of operations.
@@ -90,7 +85,7 @@ struct CommonArgs {
     precision: Option<PrecisionArg>,
 
     /// Samples per measurement; a sample is as many calls as last 20 ms, at least one
-    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=10_000))]
+    #[arg(long, default_value_t = 10, value_parser = whole::<u64>(1..=10_000))]
     samples: u64,
 
     /// Print JSON
@@ -163,18 +158,18 @@ pub struct KernelsArgs {
     shape: Vec<[usize; 4]>,
 
     /// Heads of k and v; by default as many as q has
-    #[arg(long, value_name = "HEADS")]
+    #[arg(long, value_parser = whole::<usize>(1..=u64::MAX), value_name = "HEADS")]
     kv_heads: Option<usize>,
 
     /// A token attends to itself and the WINDOW − 1 tokens before it
-    #[arg(long, value_name = "TOKENS")]
+    #[arg(long, value_parser = whole::<usize>(1..=u64::MAX), value_name = "TOKENS")]
     window: Option<usize>,
 
     /// Pack documents of this many tokens into each row; no token sees another document
     #[arg(
         long,
         value_name = "TOKENS",
-        value_parser = clap::value_parser!(u64).range(1..=kernels::MOST_TOKENS)
+        value_parser = whole::<u64>(1..=kernels::MOST_TOKENS)
     )]
     document_len: Option<u64>,
 
@@ -203,19 +198,19 @@ pub struct OpsArgs {
     op: Vec<Operation>,
 
     /// Rows of the batch; by default 64 on CUDA, 4 on the CPU
-    #[arg(long, value_name = "N", value_parser = parse_size::<{ ops::MOST_SIZE }>)]
+    #[arg(long, value_name = "N", value_parser = whole::<usize>(1..=ops::MOST_SIZE as u64))]
     batch: Option<usize>,
 
     /// Tokens of a row; by default 1024 on CUDA, 256 on the CPU
-    #[arg(long, value_name = "N", value_parser = parse_size::<{ ops::MOST_SIZE }>)]
+    #[arg(long, value_name = "N", value_parser = whole::<usize>(1..=ops::MOST_SIZE as u64))]
     seq_len: Option<usize>,
 
     /// Width of the model, of heads with 64 channels; by default 768 on CUDA, 256 on the CPU
-    #[arg(long, value_name = "N", value_parser = parse_size::<{ ops::MOST_SIZE }>)]
+    #[arg(long, value_name = "N", value_parser = whole::<usize>(1..=ops::MOST_SIZE as u64))]
     width: Option<usize>,
 
     /// Tokens of the vocabulary; by default 50257 on CUDA, 4096 on the CPU
-    #[arg(long, value_name = "N", value_parser = parse_size::<{ ops::MOST_SIZE }>)]
+    #[arg(long, value_name = "N", value_parser = whole::<usize>(1..=ops::MOST_SIZE as u64))]
     vocab_size: Option<usize>,
 
     #[command(flatten)]
@@ -265,19 +260,19 @@ pub struct DecodeArgs {
     context: Vec<usize>,
 
     /// Sequences; by default 8 on CUDA, 1 on the CPU
-    #[arg(long, value_name = "N", value_parser = parse_size::<{ decode::MOST_SIZE }>)]
+    #[arg(long, value_name = "N", value_parser = whole::<usize>(1..=decode::MOST_SIZE as u64))]
     batch: Option<usize>,
 
     /// Query heads; by default 16 on CUDA, 4 on the CPU
-    #[arg(long, value_name = "N", value_parser = parse_size::<{ decode::MOST_SIZE }>)]
+    #[arg(long, value_name = "N", value_parser = whole::<usize>(1..=decode::MOST_SIZE as u64))]
     heads: Option<usize>,
 
     /// Heads of k and v; by default as many as q has
-    #[arg(long, value_name = "N", value_parser = parse_size::<{ decode::MOST_SIZE }>)]
+    #[arg(long, value_name = "N", value_parser = whole::<usize>(1..=decode::MOST_SIZE as u64))]
     kv_heads: Option<usize>,
 
     /// Channels of a head; by default 128 on CUDA, 64 on the CPU
-    #[arg(long, value_name = "N", value_parser = parse_size::<{ decode::MOST_SIZE }>)]
+    #[arg(long, value_name = "N", value_parser = whole::<usize>(1..=decode::MOST_SIZE as u64))]
     head_dim: Option<usize>,
 
     #[command(flatten)]
@@ -328,7 +323,7 @@ pub struct GenerateArgs {
     model: ModelArgs,
 
     /// Prompts that are continued together
-    #[arg(long, value_name = "N", default_value = "1", value_parser = parse_size::<{ decode::MOST_SIZE }>)]
+    #[arg(long, value_name = "N", default_value = "1", value_parser = whole::<usize>(1..=decode::MOST_SIZE as u64))]
     batch: usize,
 
     /// Random tokens of a prompt
@@ -336,14 +331,14 @@ pub struct GenerateArgs {
     prompt_tokens: usize,
 
     /// Tokens to generate for each prompt, at least 2: the prefill yields the first
-    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u64).range(2..=decode::MOST_TOKENS))]
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = whole::<u64>(2..=decode::MOST_TOKENS))]
     tokens: u64,
 
     #[command(flatten)]
     sampling: SamplingArgs,
 
     /// Samples of each measurement, after one that is not timed
-    #[arg(long, default_value = "5", value_parser = parse_size::<10_000>)]
+    #[arg(long, default_value = "5", value_parser = whole::<usize>(1..=10_000))]
     samples: usize,
 
     /// Print JSON
@@ -371,11 +366,11 @@ pub struct TrainArgs {
     model: ModelArgs,
 
     /// Steps to time
-    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+    #[arg(long, default_value_t = 20, value_parser = whole::<u64>(1..=1_000_000))]
     steps: u64,
 
     /// Untimed steps before these
-    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(0..=1_000_000))]
+    #[arg(long, default_value_t = 5, value_parser = whole::<u64>(0..=1_000_000))]
     warmup: u64,
 
     /// Print JSON

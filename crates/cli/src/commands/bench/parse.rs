@@ -5,12 +5,6 @@ use longwall_bench::decode::MOST_TOKENS;
 use longwall_bench::ops::Operation;
 use longwall_config::parse_count;
 
-/// A size from 1 to `MOST`.
-pub fn parse_size<const MOST: usize>(text: &str) -> Result<usize, String> {
-    let size = text.parse().ok().filter(|size| (1..=MOST).contains(size));
-    size.ok_or_else(|| format!("`{text}`; allowed: a whole number from 1 to {MOST}"))
-}
-
 /// The shape of an attention operation.
 pub fn kernel_shape(text: &str) -> Result<[usize; 4], String> {
     parse_shape(text, "batch, heads, seq_len and head_dim", "4,16,4096,128")
@@ -66,14 +60,6 @@ pub fn parse_operation() -> impl TypedValueParser<Value = Operation> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_size_is_a_number_in_its_range() {
-        assert_eq!(parse_size::<16>("16"), Ok(16));
-        for bad in ["0", "-1", "17", "a", ""] {
-            assert!(parse_size::<16>(bad).unwrap_err().contains("from 1 to 16"), "{bad}");
-        }
-    }
 
     #[test]
     fn a_shape_is_as_many_numbers() {

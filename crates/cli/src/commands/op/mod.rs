@@ -21,6 +21,8 @@ use longwall_train::device;
 
 use self::tensors::{Floats, InputFile, write};
 use crate::context::DeviceArg;
+use crate::numbers::whole;
+use crate::output::outln;
 
 /// Arguments of `longwall op`.
 #[derive(clap::Args)]
@@ -46,11 +48,11 @@ pub struct Args {
     sets: Vec<String>,
 
     /// A token attends to itself and the WINDOW − 1 tokens before it
-    #[arg(long, value_name = "TOKENS")]
+    #[arg(long, value_parser = whole::<usize>(0..=u64::MAX), value_name = "TOKENS")]
     window: Option<usize>,
 
     /// Index of the layer, from 0, for kinds whose equations depend on depth
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, value_parser = whole::<usize>(0..=u64::MAX), default_value_t = 0)]
     layer: usize,
 
     /// The device
@@ -114,7 +116,7 @@ pub fn run(args: Args) -> Result<()> {
         false => device.run(op),
     };
     write(&args.output, &outputs)?;
-    println!("{}: {}", args.output.display(), names(&outputs));
+    outln!("{}: {}", args.output.display(), names(&outputs))?;
     check_finite(&outputs)
 }
 

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, anyhow, bail};
 use longwall_eval::plot::{LineChart, Point, Scale, Series};
 use serde::Deserialize;
 
@@ -87,13 +87,12 @@ pub fn draw(files: &[PathBuf], y: Option<&str>, out: Option<PathBuf>) -> Result<
 }
 
 fn read(path: &Path) -> Result<Report> {
-    let text =
-        std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-    serde_json::from_str(&text).with_context(|| {
-        format!(
-            "{} is not a report of attention kinds\n  hint: write one with `longwall bench kernels --json`",
-            path.display()
-        )
+    let hint = "write a report with `longwall bench kernels --json > FILE`";
+    let text = std::fs::read_to_string(path)
+        .map_err(|error| anyhow!("cannot read {}: {error}\n  hint: {hint}", path.display()))?;
+    serde_json::from_str(&text).map_err(|error| {
+        let path = path.display();
+        anyhow!("{path} is not a report of attention kinds: {error}\n  hint: {hint}")
     })
 }
 

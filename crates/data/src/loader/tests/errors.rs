@@ -78,6 +78,19 @@ fn a_shard_missing_from_the_cache_is_refused_with_a_remedy() {
     ");
 }
 
+#[test]
+fn a_cache_that_is_no_folder_is_refused_by_its_key() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = mixed(&dir);
+    config.sources.retain(|source| source.kind() == "text");
+    config.cache_dir = dir.path().join("file");
+    std::fs::write(&config.cache_dir, "in the way").unwrap();
+    let message = message(&dir, &config, Split::Train);
+    assert!(message.starts_with("cannot use DIR/file/text-"), "{message}");
+    assert!(message.contains("in data.cache_dir: "), "{message}");
+    assert!(message.contains("hint: set data.cache_dir to a folder you may write to"), "{message}");
+}
+
 #[cfg(unix)]
 #[test]
 fn a_token_that_a_shard_gets_after_it_was_opened_is_an_error() {
