@@ -93,7 +93,7 @@ impl<B: OpBackend> LoopEvaluator<'_, B> {
             model_changes: change_of_weights(weights).into_iter().collect(),
             git_hash: git_hash(),
             // Samples of this step that were taken before the options changed.
-            discard: Discard::OtherSettings,
+            discard: Discard::Outdated,
             held_out: Some(&held_out),
             progress: &Silent,
             stop: Some(&stop),

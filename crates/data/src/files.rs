@@ -2,6 +2,7 @@
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
+use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -15,7 +16,9 @@ const TEMPORARY: &str = ".tmp";
 /// # Errors
 /// The system's error; the temporary file is then removed.
 pub fn write_atomically(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let temporary = with_suffix(path, &format!(".{}{TEMPORARY}", std::process::id()));
+    // Numbers of processes repeat among machines and containers.
+    let unique = RandomState::new().hash_one(std::process::id());
+    let temporary = with_suffix(path, &format!(".{unique:016x}{TEMPORARY}"));
     let write = || {
         let mut file = File::create(&temporary)?;
         file.write_all(bytes)?;

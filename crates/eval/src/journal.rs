@@ -55,6 +55,13 @@ struct ReadLine<V> {
     verdict: V,
 }
 
+/// The contents of `settings.json`.
+#[derive(Deserialize)]
+struct Written {
+    git_hash: Option<String>,
+    settings: Value,
+}
+
 /// The samples of an evaluation on disk, and the settings they were taken with.
 pub(crate) struct Journal {
     folder: PathBuf,
@@ -103,10 +110,18 @@ impl Journal {
         if discard == Discard::All {
             self.clear()?;
         }
+        let replaces = |journal: &Self| match discard {
+            Discard::Nothing | Discard::All => false,
+            Discard::Outdated => {
+                let then = journal.written(&path).ok().flatten();
+                let step = |settings: &Value| settings["checkpoint_step"].clone();
+                let other_step = then.is_none_or(|then| step(&then.settings) != step(settings));
+                other_step || !journal.folder.join("results.json").exists()
+            }
+            Discard::OtherSettings => true,
+        };
         match self.check_settings(&path, settings) {
-            Err(EvalError::OtherSettings { folder, differences })
-                if discard == Discard::OtherSettings =>
-            {
+            Err(EvalError::OtherSettings { folder, differences }) if replaces(self) => {
                 let (folder, differences) = (folder.display(), differences.join("\n"));
                 tracing::warn!(
                     "{folder}: samples with other settings are discarded:\n{differences}"
@@ -131,25 +146,14 @@ impl Journal {
     /// Compares the settings on disk, if there are any, with the current ones. The commit may differ: then the report
     /// names the one at which sampling began. Returns whether there are settings.
     fn check_settings(&mut self, path: &Path, now: &Value) -> Result<bool, EvalError> {
-        #[derive(Deserialize)]
-        struct Written {
-            git_hash: Option<String>,
-            settings: Value,
-        }
-        if !path.exists() {
+        let Some(then) = self.written(path)? else {
             let length = self.file.metadata().map_err(EvalError::read(&self.path))?.len();
             let differences = vec!["  samples.jsonl is there without settings.json".to_string()];
             return match length {
                 0 => Ok(false),
                 _ => Err(EvalError::OtherSettings { folder: self.folder.clone(), differences }),
             };
-        }
-        let text = std::fs::read_to_string(path).map_err(EvalError::read(path))?;
-        let then: Written = serde_json::from_str(&text).map_err(|error| EvalError::Damaged {
-            path: path.to_path_buf(),
-            line: error.line(),
-            reason: format!("not the settings of an evaluation: {error}"),
-        })?;
+        };
         let mut differences = Vec::new();
         compare("", &then.settings, now, ["was", "now it is"], &mut differences);
         if !differences.is_empty() {
@@ -165,6 +169,19 @@ impl Journal {
             self.git_hash = then.git_hash;
         }
         Ok(true)
+    }
+
+    /// The settings on disk.
+    fn written(&self, path: &Path) -> Result<Option<Written>, EvalError> {
+        if !path.exists() {
+            return Ok(None);
+        }
+        let text = std::fs::read_to_string(path).map_err(EvalError::read(path))?;
+        serde_json::from_str(&text).map(Some).map_err(|error| EvalError::Damaged {
+            path: path.to_path_buf(),
+            line: error.line(),
+            reason: format!("not the settings of an evaluation: {error}"),
+        })
     }
 
     /// The commit at which sampling began.

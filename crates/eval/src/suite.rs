@@ -315,6 +315,8 @@ pub struct Scoring {
 pub enum Discard {
     /// None: one with other settings is an error.
     Nothing,
+    /// One with other settings that is not finished, or is of another checkpoint.
+    Outdated,
     /// One with other settings.
     OtherSettings,
     /// Any.

@@ -140,6 +140,31 @@ fn samples_with_other_settings_are_discarded_on_request() {
     assert_eq!((report.unwrap().samples, again), (6, 6));
 }
 
+/// Finished results are kept unless they are of another checkpoint.
+#[test]
+fn only_outdated_samples_are_discarded_after_training() {
+    let dir = tempfile::tempdir().unwrap();
+    let evaluate = |trials: usize, stop_after: Option<usize>| {
+        let mut options = options();
+        options.own.trials = trials;
+        let mut model = FakeModel { stop_after, ..model() };
+        let config = SuiteConfig::Passkey(options);
+        evaluate_discarding(&config, &mut model, dir.path(), Discard::Outdated, None)
+    };
+    assert!(matches!(evaluate(40, Some(3)), Err(EvalError::Stopped { .. })));
+    assert_eq!(evaluate(3, None).unwrap().samples, 6);
+    let before = content(dir.path());
+    assert!(matches!(evaluate(4, None), Err(EvalError::OtherSettings { .. })));
+    assert_eq!(content(dir.path()), before);
+    // As of an earlier checkpoint.
+    let settings = dir.path().join("settings.json");
+    let text = fs::read_to_string(&settings).unwrap();
+    let earlier = text.replace("\"checkpoint_step\": 100", "\"checkpoint_step\": 50");
+    assert_ne!(earlier, text);
+    fs::write(&settings, earlier).unwrap();
+    assert_eq!(evaluate(4, None).unwrap().samples, 8);
+}
+
 #[test]
 fn another_checkpoint_or_tokenizer_is_other_settings() {
     let dir = tempfile::tempdir().unwrap();

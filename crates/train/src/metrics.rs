@@ -153,6 +153,18 @@ pub enum Record {
     Noise(NoiseRecord),
 }
 
+impl Record {
+    /// The finished steps when it was written.
+    pub fn step(&self) -> u64 {
+        match self {
+            Record::Step(record) => record.step,
+            Record::Validation(record) => record.step,
+            Record::Norms(record) => record.step,
+            Record::Noise(record) => record.step,
+        }
+    }
+}
+
 /// Why metrics cannot be written or read.
 #[derive(Debug, thiserror::Error)]
 pub enum MetricsError {
@@ -173,7 +185,7 @@ pub enum MetricsError {
         source: std::io::Error,
     },
     /// A line is no record.
-    #[error("{}:{line}: no metrics record: {source}\n  hint: every line must be one that training wrote; remove this one if its numbers may be lost", path.display())]
+    #[error("{}:{line}: no metrics record: {source}\n  hint: every line must be one that training wrote; remove this one if its numbers may be lost, which `longwall verify` notes until the next checkpoint", path.display())]
     Line {
         /// The file.
         path: PathBuf,
@@ -193,9 +205,10 @@ pub struct AppendLog {
 }
 
 impl AppendLog {
-    /// Opens `path` for appending, truncated to `length` bytes; creates it if it does not exist.
+    /// Opens `path` for appending, truncated to the whole lines of its first `length` bytes; creates it if it does not
+    /// exist.
     ///
-    /// A file shorter than `length` has lost entries: this is logged, and new entries follow its last whole line.
+    /// A file shorter than `length` has lost entries: this is logged.
     ///
     /// # Errors
     /// When the file cannot be opened or truncated.
@@ -205,17 +218,15 @@ impl AppendLog {
         options.create(true).read(true).write(true).truncate(false);
         let mut file = options.open(path).map_err(io)?;
         let found = file.metadata().map_err(io)?.len();
-        let length = if found < length {
+        if found < length {
             tracing::warn!(
                 "{} has {found} bytes but had {length} at the checkpoint: earlier entries are lost",
                 path.display()
             );
-            let mut text = Vec::new();
-            file.read_to_end(&mut text).map_err(io)?;
-            text.iter().rposition(|&byte| byte == b'\n').map_or(0, |end| end as u64 + 1)
-        } else {
-            length
-        };
+        }
+        let mut text = Vec::new();
+        (&mut file).take(length).read_to_end(&mut text).map_err(io)?;
+        let length = text.iter().rposition(|&byte| byte == b'\n').map_or(0, |end| end as u64 + 1);
         file.set_len(length).map_err(io)?;
         file.seek(SeekFrom::Start(length)).map_err(io)?;
         Ok(AppendLog { path: path.to_owned(), file, length })
@@ -260,21 +271,40 @@ impl AppendLog {
 /// # Errors
 /// When the file cannot be read, or a line is no record.
 pub fn read(path: &Path) -> Result<Vec<Record>, MetricsError> {
-    read_first(path, u64::MAX)
+    let mut records = Vec::new();
+    read_lines(path, u64::MAX, |_, record| {
+        records.push(record);
+        true
+    })?;
+    Ok(records)
 }
 
-/// As [`read`], of the first `length` bytes; of a file that is not there, no records.
+/// Bytes of the lines that belong to a run of `steps` steps, whose checkpoint was written when the file had `length`
+/// bytes: a file that has lost lines may hold others there by now. 0 for a file that is not there.
 ///
 /// # Errors
-/// As [`read`].
-pub fn read_begun(path: &Path, length: u64) -> Result<Vec<Record>, MetricsError> {
-    if path.exists() { read_first(path, length) } else { Ok(vec![]) }
+/// As [`read`], of these lines.
+pub fn bytes_until(path: &Path, length: u64, steps: u64) -> Result<u64, MetricsError> {
+    if !path.exists() {
+        return Ok(0);
+    }
+    let mut bytes = 0;
+    read_lines(path, length, |line, record| {
+        let belongs = record.step() <= steps;
+        bytes += if belongs { line as u64 } else { 0 };
+        belongs
+    })?;
+    Ok(bytes)
 }
 
-fn read_first(path: &Path, length: u64) -> Result<Vec<Record>, MetricsError> {
+/// Calls `each` with the bytes and the record of each whole line of the first `length` bytes, until it returns false.
+fn read_lines(
+    path: &Path,
+    length: u64,
+    mut each: impl FnMut(usize, Record) -> bool,
+) -> Result<(), MetricsError> {
     let io = |source| MetricsError::Read { path: path.to_owned(), source };
     let mut reader = BufReader::new(File::open(path).map_err(io)?.take(length));
-    let mut records = Vec::new();
     let mut line = String::new();
     for number in 1.. {
         line.clear();
@@ -287,18 +317,17 @@ fn read_first(path: &Path, length: u64) -> Result<Vec<Record>, MetricsError> {
             line: number,
             source,
         })?;
-        records.push(record);
+        if !each(line.len(), record) {
+            break;
+        }
     }
-    Ok(records)
+    Ok(())
 }
 
 /// The last step that the run in `run_dir` recorded.
 pub(crate) fn last_step(run_dir: &Path) -> Option<u64> {
     let records = read(&run_dir.join("metrics.jsonl")).unwrap_or_default();
-    records.iter().rev().find_map(|record| match record {
-        Record::Step(step) => Some(step.step),
-        Record::Validation(_) | Record::Norms(_) | Record::Noise(_) => None,
-    })
+    records.iter().rev().find(|record| matches!(record, Record::Step(_))).map(Record::step)
 }
 
 /// Weight of the past in the console's smoothed loss.
@@ -455,8 +484,32 @@ mod tests {
         let mut log = AppendLog::open(&path, at_checkpoint).unwrap();
         log.append_record(&step(3, 1.5)).unwrap();
         assert_eq!(read(&path).unwrap(), [step(1, 3.0), step(3, 1.5)]);
-        assert_eq!(read_begun(&path, log.sync().unwrap()).unwrap().len(), 2);
-        assert_eq!(read_begun(&folder.path().join("absent"), 9).unwrap(), []);
+    }
+
+    /// A line was removed, and the file has outgrown its length at the checkpoint.
+    #[test]
+    fn a_file_whose_lines_have_moved_is_cut_after_the_checkpoints_step() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let mut log = AppendLog::open(&path, 0).unwrap();
+        for at in 1..=3 {
+            log.append_record(&step(at, 3.0)).unwrap();
+        }
+        let at_checkpoint = log.sync().unwrap();
+        for at in 4..=6 {
+            log.append_record(&step(at, 2.0)).unwrap();
+        }
+        assert_eq!(bytes_until(&path, at_checkpoint, 3).unwrap(), at_checkpoint);
+        let text = std::fs::read_to_string(&path).unwrap();
+        let (first, rest) = text.split_once('\n').unwrap();
+        std::fs::write(&path, rest).unwrap();
+        let left = at_checkpoint - first.len() as u64 - 1;
+        assert_eq!(bytes_until(&path, at_checkpoint, 3).unwrap(), left);
+        // One byte into the next line.
+        let mut log = AppendLog::open(&path, left + 1).unwrap();
+        log.append_record(&step(4, 1.5)).unwrap();
+        assert_eq!(read(&path).unwrap(), [step(2, 3.0), step(3, 3.0), step(4, 1.5)]);
+        assert_eq!(bytes_until(&folder.path().join("absent"), 9, 3).unwrap(), 0);
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! The folder of a run: created once, overwritten only on request, used by one process at a time.
 
+use std::ffi::OsStr;
 use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -74,7 +75,7 @@ pub enum RunFolderError {
         source: io::Error,
     },
     /// A file that says how the run began or ended is damaged.
-    #[error("{} is damaged: {reason}\n  hint: remove it; training goes on from the newest checkpoint, and writes finished.json again", path.display())]
+    #[error("{} is damaged: {reason}\n  hint: restore it from a copy, or remove it: training goes on without it", path.display())]
     Damaged {
         /// The file.
         path: PathBuf,
@@ -101,7 +102,11 @@ fn no_run(path: &Path) -> String {
             "{shown} holds no run: there is no config.toml in it\n  hint: give the folder of a run, for example runs/NAME"
         );
     }
-    let run = checkpoint::run_dir_of(path).unwrap_or(Path::new("runs/NAME")).display();
+    let run = match checkpoint::run_dir_of(path) {
+        Some(run) if run.as_os_str().is_empty() => Path::new("."),
+        run => run.unwrap_or(Path::new("runs/NAME")),
+    };
+    let run = run.display();
     format!(
         "{shown} is a checkpoint, and no run\n  hint: give the folder of its run, {run}; commands with --checkpoint take {shown} there"
     )
@@ -252,7 +257,24 @@ impl RunFolder {
                 _ => {}
             }
         }
+        self.clear_temporary();
         Ok(())
+    }
+
+    /// Removes files of a run that killed processes left half-written.
+    fn clear_temporary(&self) {
+        let is_ours = |name: &OsStr| {
+            let name = name.to_string_lossy();
+            OURS.iter()
+                .any(|ours| name.strip_prefix(ours).is_some_and(|rest| rest.starts_with('.')))
+        };
+        for entry in fs::read_dir(&self.path).into_iter().flatten().flatten() {
+            let name = entry.file_name();
+            if files::is_temporary(&name) && is_ours(&name) {
+                // What stays is not read.
+                let _ = fs::remove_file(entry.path());
+            }
+        }
     }
 
     /// The folder.
@@ -358,7 +380,7 @@ pub const LOG_FILE: &str = "log.txt";
 /// When there is no run, or the configuration with the overrides is invalid.
 pub fn config_of(path: &Path, sets: &[String]) -> Result<RunConfig, RunFolderError> {
     let file = path.join(CONFIG_FILE);
-    if !is_run(path) {
+    if !file.is_file() {
         return Err(NoRun { path: path.to_owned() }.into());
     }
     Ok(RunConfig::load(&file, sets)?)

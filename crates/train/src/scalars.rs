@@ -66,12 +66,13 @@ pub(crate) fn scalars(record: &Record) -> Vec<(String, f64)> {
 
 /// Steps and tokens of a record.
 pub(crate) fn place(record: &Record) -> (u64, u64) {
-    match record {
-        Record::Step(record) => (record.step, record.tokens),
-        Record::Validation(record) => (record.step, record.tokens),
-        Record::Norms(record) => (record.step, record.tokens),
-        Record::Noise(record) => (record.step, record.tokens),
-    }
+    let tokens = match record {
+        Record::Step(record) => record.tokens,
+        Record::Validation(record) => record.tokens,
+        Record::Norms(record) => record.tokens,
+        Record::Noise(record) => record.tokens,
+    };
+    (record.step(), tokens)
 }
 
 /// The scalars of a run by tag, in the order in which the tags first occur; of each, the steps with their values.

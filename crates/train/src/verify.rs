@@ -8,7 +8,7 @@ use crate::checkpoint::{
 };
 use crate::config::RunConfig;
 use crate::metrics;
-use crate::run_folder::{self, RunFolderError, load_tokenizer};
+use crate::run_folder::{self, NoRun, RunFolderError, load_tokenizer};
 
 /// One file of a run. Displays as one line.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,11 +47,11 @@ impl Display for VerifiedFile {
 /// # Errors
 /// When `run_dir` holds no run, or its checkpoints cannot be listed. Damaged files are part of the result.
 pub fn verify_run(run_dir: &Path) -> Result<Vec<VerifiedFile>, VerifyError> {
+    if !run_folder::is_run(run_dir) {
+        return Err(RunFolderError::from(NoRun { path: run_dir.to_owned() }).into());
+    }
     let config_path = run_dir.join("config.toml");
-    let config = match run_folder::config_of(run_dir, &[]) {
-        Err(error @ RunFolderError::NoRun { .. }) => return Err(error.into()),
-        config => config,
-    };
+    let config = run_folder::config_of(run_dir, &[]);
     let metrics_path = run_dir.join("metrics.jsonl");
     let metrics = metrics::read(&metrics_path).map(drop).map_err(|error| error.to_string());
     let mut files = vec![VerifiedFile::new(config_path, config.as_ref())];

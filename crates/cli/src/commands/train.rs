@@ -360,8 +360,8 @@ fn evaluate_after(
     for group in weights.chunk_by(|a, b| a == b) {
         let suites = &suites[first..first + group.len()];
         first += group.len();
-        // Replaces those of an earlier last checkpoint, if the run was extended.
-        let discard = Discard::OtherSettings;
+        // Not finished results of this checkpoint with other options.
+        let discard = Discard::Outdated;
         let reports = ranks::together(rank, |ranks| {
             let (device, environment) = (Some(config.run.device), rank.map(|(x, _)| x));
             let run = open_run(run_dir, CheckpointSelector::Latest, device, environment)?;

@@ -117,7 +117,7 @@ fn prepare_out(out: &Path) -> io::Result<()> {
         fs::create_dir_all(folder)?;
     }
     let trial = files::with_suffix(out, &format!(".{}.trial", std::process::id()));
-    File::create_new(&trial)?;
+    File::create(&trial)?;
     fs::remove_file(&trial)
 }
 

@@ -113,10 +113,13 @@ impl WriteHf<'_> {
         }
         // Without a slash at its end.
         let mut temporary = path.components().as_path().as_os_str().to_owned();
-        // One that was killed has left its own.
         temporary.push(format!(".{}.tmp", std::process::id()));
         let temporary = PathBuf::from(temporary);
         let io = |source| ExchangeError::Io { action: "write", path: path.to_owned(), source };
+        // A process of the same number that was killed may have left it.
+        if temporary.exists() {
+            fs::remove_dir_all(&temporary).map_err(io)?;
+        }
         let written = fs::create_dir_all(&temporary)
             .map_err(io)
             .and_then(|()| self.fill(&temporary, tensors))

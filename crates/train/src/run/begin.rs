@@ -35,8 +35,9 @@ pub(super) fn begin<B: OpBackend>(
             let folder = first.then(|| RunFolder::open(path)).transpose()?;
             let checkpoint = newest(path, collective)?;
             if let (Some(folder), Some(checkpoint)) = (&folder, &checkpoint) {
-                // The plot at the end reads them.
-                metrics::read_begun(&folder.metrics(), checkpoint.state.metrics_bytes)?;
+                // A line that is no record would stop the plot at the end.
+                let State { step, metrics_bytes, .. } = checkpoint.state;
+                metrics::bytes_until(&folder.metrics(), metrics_bytes, step)?;
             }
             (path.clone(), folder, checkpoint)
         }

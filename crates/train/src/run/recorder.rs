@@ -61,10 +61,18 @@ impl Recorder {
             None => None,
         };
         let logs = match folder {
-            Some(folder) => Some([
-                AppendLog::open(&folder.metrics(), start.metrics_bytes)?,
-                AppendLog::open(&folder.samples(), start.samples_bytes)?,
-            ]),
+            Some(folder) => {
+                let metrics = folder.metrics();
+                let bytes = metrics::bytes_until(&metrics, start.metrics_bytes, start.step)?;
+                if bytes < start.metrics_bytes {
+                    let (path, had) = (metrics.display(), start.metrics_bytes);
+                    tracing::warn!(
+                        "{path} has {bytes} bytes of the {had} that it had at the checkpoint: earlier lines are lost"
+                    );
+                }
+                let samples = AppendLog::open(&folder.samples(), start.samples_bytes)?;
+                Some([AppendLog::open(&metrics, bytes)?, samples])
+            }
             None => None,
         };
         Ok(Recorder {

@@ -22,14 +22,19 @@ fn a_run_is_never_overwritten_unasked() {
     let run = RunFolder::create(&path, false).unwrap();
     run.start(&config(&[])).unwrap();
     fs::write(run.metrics(), "{}").unwrap();
+    fs::write(path.join("config.toml.17.tmp"), "[mod").unwrap();
     fs::write(path.join("notes.md"), "mine").unwrap();
+    fs::write(path.join("notes.tmp"), "mine").unwrap();
     drop(run);
     let error = RunFolder::create(&path, false).unwrap_err();
     assert!(matches!(&error, RunFolderError::Exists { .. }));
     assert!(error.to_string().contains("--resume"), "{error}");
     let run = RunFolder::create(&path, true).unwrap();
     assert!(!run.metrics().exists());
-    assert!(path.join("notes.md").exists(), "--force removed a file that is not the run's");
+    for name in ["notes.md", "notes.tmp"] {
+        assert!(path.join(name).exists(), "--force removed a file that is not the run's");
+    }
+    assert!(!path.join("config.toml.17.tmp").exists(), "a file that a killed process left");
 }
 
 #[test]
