@@ -138,7 +138,7 @@ fn a_flipped_bit_in_any_file_is_found_and_a_sound_checkpoint_is_named() {
         let error = shown(run.path(), error.unwrap_err());
         let expected = format!("RUN/checkpoints/step-3/{name} is damaged: its CRC-32C is ");
         assert!(error.starts_with(&expected), "{error}");
-        assert!(error.contains("hint: step 1 is sound: use it with --checkpoint 1"), "{error}");
+        assert!(error.contains("hint: step 1 is sound: remove RUN/checkpoints/step-3"), "{error}");
         let damaged = |step| {
             let files = folder.verify(step).unwrap();
             files.into_iter().filter(|(_, error)| error.is_some()).map(|(path, _)| path).collect()

@@ -9,7 +9,7 @@ use crate::evaluation::Evaluated;
 use crate::grad_accumulation::BatchScalars;
 use crate::guard::SkipReason;
 use crate::metrics::{
-    AppendLog, NoiseRecord, NormsRecord, Record, SmoothedLoss, StepRecord, ValidationRecord,
+    self, AppendLog, NoiseRecord, NormsRecord, Record, SmoothedLoss, StepRecord, ValidationRecord,
 };
 use crate::run_folder::RunFolder;
 use crate::scalars::{place, scalars};

@@ -225,7 +225,7 @@ fn a_sweep_trains_evaluates_and_tabulates() {
     assert!(binary.jobs[0].contains("--set train.tokens=\"2M\""), "{}", binary.jobs[0]);
     assert_eq!(setting(&first.sets, "run.seed"), Some("0"));
     let eval = format!(
-        "eval passkey --run {} --easy-mode --lengths 500 --lengths 1000",
+        "eval passkey --run {} --easy-mode --lengths 500 --lengths 1000 --force-if-changed",
         first.dir().display()
     );
     assert_eq!(binary.jobs[1], eval);
@@ -462,7 +462,7 @@ fn an_evaluation_may_read_the_averaged_weights() {
     let sandbox = Sandbox::new(average);
     let mut binary = FakeBinary::default();
     let results = binary.run(&sandbox.plan().unwrap());
-    assert!(binary.jobs[1].ends_with(" --weights ema"), "{:?}", binary.jobs);
+    assert!(binary.jobs[1].ends_with(" --weights ema --force-if-changed"), "{:?}", binary.jobs);
     assert!(results.legend().ends_with("passkey: of the averaged weights"), "{}", results.legend());
     let without = average.replace("\"train.ema\" = 0.9", "");
     insta::assert_snapshot!(Sandbox::new(&without).error(), @r#"

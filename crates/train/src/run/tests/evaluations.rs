@@ -155,7 +155,7 @@ fn an_evaluation_that_fails_ends_the_run_after_a_checkpoint() {
     let config = sandbox.config(&[EVALUATE]);
     let mut notes = Notes { fails_at: Some(0), ..Notes::default() };
     let error = run_noted(&config, RunStart::New, None, &mut notes).unwrap_err().to_string();
-    assert_eq!(error, "train.evaluate: the text is missing");
+    assert_eq!(error, "the text is missing");
     assert!(!config.run_dir().exists());
 
     notes.fails_at = Some(7);
