@@ -37,7 +37,7 @@ pub fn print_to_stderr(line: fmt::Arguments<'_>) {
     let _ = writeln!(io::stderr(), "{line}");
 }
 
-/// [`print`] of a line, with the arguments of `println!`.
+/// [`print()`] of a line, with the arguments of `println!`.
 macro_rules! outln {
     ($($text:tt)+) => {
         $crate::output::print(format_args!("{}\n", format_args!($($text)+)))
