@@ -8,8 +8,8 @@ use std::sync::Mutex;
 use crate::common::{FakeModel, evaluate, evaluate_discarding, evaluate_with, files, passkey};
 use longwall_eval::suites::passkey::PasskeyOptions;
 use longwall_eval::{
-    Discard, EvalError, Progress, ProgressUpdate, Ranks, RunContext, SamplingOptions, SuiteConfig,
-    SuiteOptions, run,
+    Discard, EvalError, Progress, ProgressUpdate, Ranks, Report, RunContext, SamplingOptions,
+    SuiteConfig, SuiteOptions, run,
 };
 
 fn options() -> SuiteOptions<PasskeyOptions> {
@@ -114,18 +114,27 @@ fn other_settings_are_refused_without_force() {
     assert_eq!(report.samples, 6);
 }
 
+/// Evaluates so many trials of each length, up to the call `stop_after`. Also returns how many samples were taken.
+fn evaluate_trials(
+    dir: &Path,
+    discard: Discard,
+    trials: usize,
+    stop_after: Option<usize>,
+) -> (Result<Report, EvalError>, usize) {
+    let mut options = options();
+    options.own.trials = trials;
+    let mut model = FakeModel { stop_after, ..model() };
+    let config = SuiteConfig::Passkey(options);
+    let result = evaluate_discarding(&config, &mut model, dir, discard, None);
+    (result, model.calls.iter().map(|call| call.0).sum())
+}
+
 /// An interrupted evaluation goes on with the same settings, and begins again with others.
 #[test]
 fn samples_with_other_settings_are_discarded_on_request() {
     let dir = tempfile::tempdir().unwrap();
-    let evaluate = |trials: usize, stop_after: Option<usize>| {
-        let mut options = options();
-        options.own.trials = trials;
-        let mut model = FakeModel { stop_after, ..model() };
-        let config = SuiteConfig::Passkey(options);
-        let discard = Discard::OtherSettings;
-        let result = evaluate_discarding(&config, &mut model, dir.path(), discard, None);
-        (result, model.calls.iter().map(|call| call.0).sum::<usize>())
+    let evaluate = |trials, stop_after| {
+        evaluate_trials(dir.path(), Discard::OtherSettings, trials, stop_after)
     };
     let (stopped, taken) = evaluate(40, Some(3));
     assert!(matches!(stopped, Err(EvalError::Stopped { .. })) && taken < 80, "{taken}");
@@ -144,13 +153,8 @@ fn samples_with_other_settings_are_discarded_on_request() {
 #[test]
 fn only_outdated_samples_are_discarded_after_training() {
     let dir = tempfile::tempdir().unwrap();
-    let evaluate = |trials: usize, stop_after: Option<usize>| {
-        let mut options = options();
-        options.own.trials = trials;
-        let mut model = FakeModel { stop_after, ..model() };
-        let config = SuiteConfig::Passkey(options);
-        evaluate_discarding(&config, &mut model, dir.path(), Discard::Outdated, None)
-    };
+    let evaluate =
+        |trials, stop_after| evaluate_trials(dir.path(), Discard::Outdated, trials, stop_after).0;
     assert!(matches!(evaluate(40, Some(3)), Err(EvalError::Stopped { .. })));
     assert_eq!(evaluate(3, None).unwrap().samples, 6);
     let before = content(dir.path());

@@ -33,11 +33,18 @@ pub(super) fn begin<B: OpBackend>(
     let (run_dir, resumed, checkpoint) = match &options.start {
         RunStart::Resume(path) => {
             let folder = first.then(|| RunFolder::open(path)).transpose()?;
-            let checkpoint = newest(path, collective)?;
-            if let (Some(folder), Some(checkpoint)) = (&folder, &checkpoint) {
+            let mut checkpoint = newest(path, collective)?;
+            if let (Some(folder), Some(Checkpoint { state, .. })) = (&folder, &mut checkpoint) {
                 // A line that is no record would stop the plot at the end.
-                let State { step, metrics_bytes, .. } = checkpoint.state;
-                metrics::bytes_until(&folder.metrics(), metrics_bytes, step)?;
+                let metrics = folder.metrics();
+                let bytes = metrics::bytes_until(&metrics, state.metrics_bytes, state.step)?;
+                if bytes < state.metrics_bytes {
+                    let (path, had) = (metrics.display(), state.metrics_bytes);
+                    tracing::warn!(
+                        "{path} has {bytes} bytes of the {had} that it had at the checkpoint: earlier lines are lost"
+                    );
+                    state.metrics_bytes = bytes;
+                }
             }
             (path.clone(), folder, checkpoint)
         }

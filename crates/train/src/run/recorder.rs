@@ -9,7 +9,7 @@ use crate::evaluation::Evaluated;
 use crate::grad_accumulation::BatchScalars;
 use crate::guard::SkipReason;
 use crate::metrics::{
-    self, AppendLog, NoiseRecord, NormsRecord, Record, SmoothedLoss, StepRecord, ValidationRecord,
+    AppendLog, NoiseRecord, NormsRecord, Record, SmoothedLoss, StepRecord, ValidationRecord,
 };
 use crate::run_folder::RunFolder;
 use crate::scalars::{place, scalars};
@@ -61,18 +61,10 @@ impl Recorder {
             None => None,
         };
         let logs = match folder {
-            Some(folder) => {
-                let metrics = folder.metrics();
-                let bytes = metrics::bytes_until(&metrics, start.metrics_bytes, start.step)?;
-                if bytes < start.metrics_bytes {
-                    let (path, had) = (metrics.display(), start.metrics_bytes);
-                    tracing::warn!(
-                        "{path} has {bytes} bytes of the {had} that it had at the checkpoint: earlier lines are lost"
-                    );
-                }
-                let samples = AppendLog::open(&folder.samples(), start.samples_bytes)?;
-                Some([AppendLog::open(&metrics, bytes)?, samples])
-            }
+            Some(folder) => Some([
+                AppendLog::open(&folder.metrics(), start.metrics_bytes)?,
+                AppendLog::open(&folder.samples(), start.samples_bytes)?,
+            ]),
             None => None,
         };
         Ok(Recorder {
